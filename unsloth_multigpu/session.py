@@ -233,9 +233,9 @@ def open_session(
     _check_ranks(session)
     session.program.enter(session)
     if session.tool.draws_alike:
-        from unsloth_multigpu.launch.seeding import same_random_choices
+        from unsloth_multigpu.group.random_state import seed_all
 
-        same_random_choices()
+        seed_all(0)
     if session.events is not None and session.context.server_port is not None:
         from unsloth_multigpu.hooks.server_patches import GenerationServer
 

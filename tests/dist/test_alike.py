@@ -61,9 +61,6 @@ def test_model_that_all_ranks_replace_is_there_whichever_rank_is_late(tmp_path: 
     first, second = of_ranks(tmp_path, "facts")
     assert first == second
     assert first["kept"] == [["config.json"]] * 20
-    # Functions of Python are Python's: they tell no other rank.
-    assert first["keys after replace"] == first["keys of saves"]
-    assert first["missing"] == ["FileNotFoundError"] * 3
 
 
 @pytest.mark.thorough

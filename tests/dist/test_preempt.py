@@ -14,7 +14,7 @@ from unsloth_multigpu.wire.event import REPEAT_S
 
 SCRIPT = Path(__file__).parent / "scripts" / "preempt.py"
 TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}
-GRACE_S = 60.0  # The default of the script.
+GRACE_S = 60.0  # Of the script.
 
 
 def steps(folder):

@@ -99,5 +99,5 @@ def test_checkpoints_are_complete_and_no_more_than_asked_for(trained):
     assert state["best_model_checkpoint"] == best["best"]
     manifest = json.loads((folder / "elastic" / "checkpoint-4" / "unsloth_multigpu.json").read_text())["manifest"]
     assert (manifest["world_size"], manifest["step"]) == (2, 4)
-    assert manifest["cursor"] == {"epoch": 0, "steps": 4, "samples": 16}
+    assert manifest["cursor"] == {"steps": 4}
     assert {"optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"} < manifest["files"].keys()

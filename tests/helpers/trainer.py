@@ -11,7 +11,7 @@ import torch
 
 FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 # Not of the real one: by these a test drives it.
-OWN_NAMES = ("event", "steps")
+OWN_NAMES = ("event", "steps", "saved")
 
 
 class FakeCallbackHandler:
@@ -104,6 +104,7 @@ class FakeTrainer:
         self.gather_function = self.accelerator.gather_for_metrics
         self._globalstep_last_logged = 0
         self._train_batch_size = 2
+        self.saved = []  # Steps.
 
     def add_callback(self, callback):
         self.callback_handler.callbacks.append(callback)
@@ -142,7 +143,8 @@ class FakeTrainer:
 
     def save_model(self, output_dir=None, _internal_call=False): ...
 
-    def _save_checkpoint(self, model, trial): ...
+    def _save_checkpoint(self, model, trial):
+        self.saved.append(self.state.global_step)
 
     def _get_output_dir(self, trial):
         return "/out"

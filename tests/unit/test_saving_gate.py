@@ -11,12 +11,11 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.helpers.board import manager_of
-from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, DistributedError, RankTimeoutError
 from unsloth_multigpu.group import saves
 from unsloth_multigpu.group.outcome import error_of, failure
 from unsloth_multigpu.group.saves import Saves
-from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
+from unsloth_multigpu.hooks.saving import SaveGate
 from unsloth_multigpu.options import MultiGPUConfig
 
 LIMIT_S = 0.2
@@ -133,19 +132,6 @@ def test_save_that_rank_0_never_makes_ends_in_a_timeout(ranks):
         ranks.saver(1)("model", "out")
     assert "Hint: Save on all ranks" in str(error.value)
     assert ranks.calls == [[], []]
-
-
-def test_unfinished_checkpoints_are_not_rotated(tmp_path):
-    from transformers import trainer
-
-    assert hasattr(trainer, "rotate_checkpoints") != hasattr(trainer.Trainer, "_rotate_checkpoints")
-    seen = []
-    given = {p.target: p.wrap for p in saving_patches(SaveGate(0, pytest.fail)) if "rotate_checkpoints" in p.target}
-    function, method = given.values()
-    for folder in (tmp_path, str(tmp_path), tmp_path / PART_FOLDER, str(tmp_path / PART_FOLDER)):
-        function(lambda output_dir, save_total_limit=None: seen.append(output_dir), folder, 2)
-        method(lambda self, use_mtime=False, output_dir=None: seen.append(output_dir), None, output_dir=folder)
-    assert seen == [tmp_path] * 2 + [str(tmp_path)] * 2
 
 
 def test_error_of_rank_0_is_pickled_as_plain_one() -> None:

@@ -27,7 +27,6 @@ logger = get_logger(__name__)
 MANIFEST = "unsloth_multigpu.json"
 # Checkpoints are written in this folder of the output folder, and renamed when they are complete.
 PART_FOLDER = "_unsloth_multigpu_part"
-_REPLACED = "replaced-"  # The older checkpoint of the same name, in that folder.
 _FORMAT = 2
 _CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -43,7 +42,7 @@ class Manifest:
         world_size: Ranks that wrote it.
         is_resumable: False without an optimizer, as with `save_only_model`.
         facts: Identify the training, see `checkpoint.resume.Resume.facts`.
-        cursor: "epoch", and its finished "steps" and "samples" if they are counted.
+        cursor: Finished "steps" of the epoch, if this package divides its samples; the "epoch" of a stream.
         files: Size in bytes and CRC-32 by the path in the folder.
         is_sharded: Each rank held a shard of the weights. None = not known.
         first_step: Result of the comparison of the first step with one process.
@@ -135,13 +134,10 @@ def checkpoints_in(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def put_in_place(part: Path, final: Path) -> None:
-    """Renames a sealed folder to its final name, and then deletes an older folder of that name."""
-    older = part.with_name(_REPLACED + final.name)
-    if final.exists():
-        os.rename(final, older)
+    """Renames a sealed folder to its final name, in place of an older folder of that name."""
+    shutil.rmtree(final, ignore_errors=True)  # If the process is killed from here on, `settle` renames `part`.
     os.rename(part, final)
     flush_folder(final.parent)
-    shutil.rmtree(older, ignore_errors=True)
     with suppress(OSError):  # Not empty.
         part.parent.rmdir()
 
@@ -171,23 +167,20 @@ def clear_parts(output_dir: Path) -> bool:
     if not parts.is_dir():
         return True
     with saving_in(output_dir) as is_alone:
-        for name in {path.name.removeprefix(_REPLACED) for path in parts.iterdir()} if is_alone else ():
+        for part in [*parts.iterdir()] if is_alone else ():
             try:
-                settle(parts / name, output_dir / name)
+                settle(part, output_dir / part.name)
             except OSError as error:  # It may be another user's.
-                logger.warning("the incomplete checkpoint %s cannot be removed: %s", parts / name, error)
+                logger.warning("the incomplete checkpoint %s cannot be removed: %s", part, error)
     return is_alone
 
 
 def settle(part: Path, final: Path) -> None:
     """Renames the checkpoint of an ended save if it is complete, else removes it. Requires the lock of `saving_in`."""
-    older = part.with_name(_REPLACED + part.name)
     if check(part) is None:
         put_in_place(part, final)
-    elif older.exists() and not final.exists():
-        os.rename(older, final)
-    for path in (part, older):
-        shutil.rmtree(path, ignore_errors=True)
+        return
+    shutil.rmtree(part, ignore_errors=True)
     with suppress(OSError):  # Not empty, or gone.
         part.parent.rmdir()
 

@@ -25,7 +25,7 @@ from unsloth_multigpu.checkpoint.manifest import (
 from unsloth_multigpu.deal.sampler import StepLoader, StepSampler
 from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import device_in_use, draw_seed, read_random_state, write_random_state
+from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.step.feed import StepFeed
@@ -68,7 +68,6 @@ class Resume(Part):
     is_sharded: bool = field(init=False, default=False)
     _manifest: Manifest | None = field(init=False, default=None)
     _folder: Path | None = field(init=False, default=None)
-    _has_begun: bool = field(init=False, default=False)
     _is_evaluation_due: bool = field(init=False, default=False)
     _is_over: bool = field(init=False, default=False)
     # The random state with which the first new step starts.
@@ -195,15 +194,6 @@ class Resume(Part):
         if isinstance(loader, StepLoader) and loader.is_stream and not self.trainer.args.ignore_data_skip:
             # The Trainer skips the finished steps of a stream without length, also across several epochs.
             loader.steps.go_on(self._manifest.cursor, self.trainer.state.global_step)
-
-    def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Seeds ranks whose random state the checkpoint does not have, because it was written by fewer ranks."""
-        is_first, self._has_begun = not self._has_begun, True
-        name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
-        if is_first and self._folder is not None and not (self._folder / name).is_file():
-            from transformers import set_seed
-
-            set_seed(draw_seed(args.seed, state.global_step, self.manager.identity.rank) % 2**32)
 
     def _check_loaded(self, original: Callable[..., Any], load_result: Any) -> Any:
         """Overrides `Trainer._issue_warnings_after_load`: refuses a checkpoint without all trained weights.

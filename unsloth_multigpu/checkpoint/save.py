@@ -18,7 +18,7 @@ from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.deal.sampler import StepLoader
 from unsloth_multigpu.errors import MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import device_in_use, draw_base_seed, read_random_state, write_random_state
+from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import GradientExchange, Override, Part, TrainerLike
 from unsloth_multigpu.seam import steered
@@ -78,11 +78,8 @@ class Checkpoints(Part):
         part = final.parent / PART_FOLDER / final.name
         pushes: list[Any] = []
         if self._before_evaluation is not None:
-            # Stopped in an evaluation. A resumed training repeats it, from the same random state. One that a callback
-            # has started is not repeated: of its random numbers, those of the data loader's base seed are known.
+            # Stopped in an evaluation. A resumed training repeats it, from the same random state.
             write_random_state(self._before_evaluation)
-            if not self.is_evaluation_due():
-                draw_base_seed()
         with self._claimed(part, final):
             # Barrier: before the folder is locked, another run may remove it.
             self.manager.gather_json(None)
@@ -144,7 +141,7 @@ class Checkpoints(Part):
             run_id=self.resume.context.run_id or "",
             step=state.global_step,
             world_size=self.manager.identity.world_size,
-            is_resumable=(part / _STATE_FILE).is_file() and _has_optimizer(part) and _has_weights(part),
+            is_resumable=(part / _STATE_FILE).is_file() and any(any(part.glob(name)) for name in _OPTIMIZER_FILES),
             facts=self.resume.facts,
             cursor=self._cursor(loader),
             is_sharded=self.resume.is_sharded,
@@ -157,15 +154,10 @@ class Checkpoints(Part):
         return True
 
     def _cursor(self, loader: Any) -> dict[str, int]:
-        """Returns the position in the epoch, with steps and samples if this package divides them."""
-        state = self.trainer.state
+        """Returns the position in the epoch if this package divides its samples."""
         if not isinstance(loader, StepLoader):
-            return {"epoch": int((state.epoch or 0) + 1e-6)}
-        if loader.is_stream:
-            return dict(loader.steps.cursor)
-        epoch, step = divmod(state.global_step, max(1, len(loader)))
-        num_samples = step * self.steps.batch_size * self.steps.num_accumulated
-        return {"epoch": epoch, "steps": step, "samples": min(num_samples, len(loader.dataset))}  # type: ignore[arg-type]
+            return {}
+        return loader.steps.cursor if loader.is_stream else {"steps": self.trainer.state.global_step % len(loader)}
 
     @contextmanager
     def _claimed(self, part: Path, final: Path) -> Iterator[None]:
@@ -190,7 +182,6 @@ class Checkpoints(Part):
             except BaseException as error:
                 free = _free_bytes(final.parent)  # Measured before the files are removed.
                 if is_locked:
-                    shutil.rmtree(part, ignore_errors=True)
                     settle(part, final)
                 from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 
@@ -203,7 +194,7 @@ class Checkpoints(Part):
 
 
 def _rotate(trainer: TrainerLike, folder: Path) -> None:
-    """Applies Hugging Face's `save_total_limit` after the new checkpoint has its final name."""
+    """Applies Hugging Face's `save_total_limit`. The Trainer's own call has seen the hidden folder alone."""
     output_dir, best = os.fspath(folder), trainer.state.best_model_checkpoint
     if hasattr(trainer, "_rotate_checkpoints"):  # transformers 4.
         trainer._rotate_checkpoints(use_mtime=True, output_dir=output_dir)
@@ -226,15 +217,6 @@ def _listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Returns time and size of each file, to find changed files later."""
     stats = {p.relative_to(folder).as_posix(): p.stat() for p in folder.rglob("*") if p.is_file()}
     return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()}
-
-
-def _has_optimizer(folder: Path) -> bool:
-    return any(next(folder.glob(name), None) is not None for name in _OPTIMIZER_FILES)
-
-
-def _has_weights(folder: Path) -> bool:
-    names = {p.name for p in folder.rglob("*") if p.suffix in (".safetensors", ".bin", ".distcp")}
-    return bool(names - {"training_args.bin", "optimizer.bin"})
 
 
 def _move_changed(folder: Path, before: dict[str, tuple[int, int]], target: Path) -> None:

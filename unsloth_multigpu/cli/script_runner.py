@@ -91,7 +91,7 @@ def _module_file(name: str) -> Path | None:
 
 def _refuse_unfollowed_training() -> None:
     """Makes `train()` raise if `enable_multi_gpu()` was not called: a call in the source may not be reached."""
-    from unsloth_multigpu.hooks.trainer_patches import followed_train_patch
+    from unsloth_multigpu.hooks.refusal import followed_train_patch
     from unsloth_multigpu.patching import PatchRegistry
     from unsloth_multigpu.plugin import is_multi_gpu_enabled
 

@@ -32,7 +32,7 @@ class StepStream(IterableDataset[Step]):
         self._num_skipped = 0
         self._next_epoch: int | None = None
         # Earlier passes, and what was yielded in this pass.
-        self.cursor = {"epoch": 0, "steps": 0, "samples": 0}
+        self.cursor = {"epoch": 0, "steps": 0}
         self._left_over: Step | None = None
         # Of the first row of each step. It differs if ranks read different rows.
         self.digest = ""
@@ -74,7 +74,7 @@ class StepStream(IterableDataset[Step]):
         num_done = self.cursor["steps"] if num_skipped else 0
         for _ in range(num_skipped - num_done):
             yield _SKIPPED
-        self.cursor = {"epoch": self._epoch, "steps": 0, "samples": 0}
+        self.cursor = {"epoch": self._epoch, "steps": 0}
         length = self._num_micro_batches()
         batches = islice(self._reference, length)
         num_read = 0
@@ -89,7 +89,6 @@ class StepStream(IterableDataset[Step]):
             # Before collating, because a collator may change rows, and each rank collates others.
             self.digest = digest_of([self.digest, plain_values(batch[0][0])])
             self.cursor["steps"] += 1
-            self.cursor["samples"] += sum(map(len, batch))
             if step_index < num_done:
                 yield _SKIPPED
                 continue

@@ -36,10 +36,6 @@ _SHARING_NCCL = (2, 30)
 # messages stay on the device (`_finish`).
 _SHORT_BYTES = 1024
 _LONG = b"bytes "
-_HASH_HINT = (
-    " These ranks hash strings differently, so a set of strings has another order on each: sort it, or start with "
-    "PYTHONHASHSEED=0 in the environment of all ranks."
-)
 
 
 class DDPManager(Board):
@@ -140,8 +136,9 @@ class DDPManager(Board):
         write_random_state(state)
         # A running process cannot change its string hash, by which the order of `list(set(labels))` differs between
         # ranks.
-        string_hash = self._store_of_run.compare_set("string hash", "", _string_hash()).decode()
-        if string_hash != _string_hash() and self._store_of_run.add("string hash told", 1) == 1:
+        mine = str(hash(_PREFIX))
+        theirs = self._store_of_run.compare_set("string hash", "", mine).decode()
+        if theirs != mine and self._store_of_run.add("string hash told", 1) == 1:
             logger.warning(
                 "the ranks hash strings differently: a set of strings has another order on each, so that labels "
                 "numbered by it differ. Start with PYTHONHASHSEED=0 in the environment of all ranks"
@@ -156,16 +153,12 @@ class DDPManager(Board):
         if self.identity.world_size == 1:
             return
         texts = {name: json.dumps(facts[name], sort_keys=True, default=str) for name in sorted(facts)}
-        ranks = self.gather_json([texts, _string_hash()])
-        differences = first_difference([theirs for theirs, _ in ranks])
-        if not differences:
-            return
-        hash_hint = _HASH_HINT if len({string_hash for _, string_hash in ranks}) > 1 else ""
-        raise DivergenceError(
-            "The ranks are about to train different runs. " + "; ".join(differences.values()) + ".",
-            hint="Give shuffles, splits and generators of your own (default_rng(), random.Random()) a seed, and do not "
-            "let the script depend on the rank." + hash_hint,
-        )
+        if differences := first_difference(self.gather_json(texts)):
+            raise DivergenceError(
+                "The ranks are about to train different runs. " + "; ".join(differences.values()) + ".",
+                hint="Give shuffles, splits and generators of your own (default_rng(), random.Random()) a seed, sort "
+                "sets of strings (or start with PYTHONHASHSEED=0), and do not let the script depend on the rank.",
+            )
 
     def broadcast_batches(self, batches: Iterable[Sequence[int]]) -> list[list[int]]:
         """Gives every rank rank 0's batches of sample indices. Only rank 0 reads `batches`. Collective."""
@@ -203,12 +196,6 @@ class DDPManager(Board):
             self._finish(dist.all_reduce(wire, async_op=True))
             if wire[-1]:
                 parameter.grad = (wire[:-1] / self.identity.world_size).view_as(parameter).to(parameter.device)
-
-    def broadcast_random_state(self) -> None:
-        """Gives every rank rank 0's random state of Python, NumPy and torch on CPU and device. Collective."""
-        if self.identity.world_size > 1:
-            kind = local_device(self.identity, self.config).type
-            write_random_state(self.broadcast_json(read_random_state(kind)))
 
     def lead(self, key: str, what: str, work: Callable[[], _Value], *, timeout_s: float) -> _Value:
         """Returns the JSON value that `work` returns on rank 0, which alone calls it. `key` is used once.
@@ -284,11 +271,6 @@ def first_difference(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     mine, theirs = ranks[0], ranks[other]
     names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
     return {n: f"{n}: rank 0 has {mine.get(n)}, rank {other} has {theirs.get(n)}" for n in names}
-
-
-def _string_hash() -> str:
-    """Returns the same text in processes with the same PYTHONHASHSEED."""
-    return str(hash(_PREFIX))
 
 
 def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device:

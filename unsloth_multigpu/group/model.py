@@ -1,4 +1,4 @@
-"""Finds the objects inside wrappers: the model, its config, torch's own optimizer; counts bytes of tensors."""
+"""Finds the objects inside wrappers: the model, its config; counts bytes of tensors."""
 
 from __future__ import annotations
 
@@ -37,11 +37,6 @@ def text_config(model: Any) -> Any:
     """Returns the config of the language model, even if it is one of several towers; None without a config."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def torch_optimizer(trainer: Any) -> Any:
-    """Returns torch's optimizer inside accelerate's; None before the first training."""
-    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def num_bytes(*tensors: torch.Tensor) -> int:

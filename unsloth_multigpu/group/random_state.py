@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy
 import torch
 
 from unsloth_multigpu.accelerator import KINDS
-from unsloth_multigpu.wire.digest import digest_int64
 
 _Item = TypeVar("_Item")
 
@@ -21,8 +22,6 @@ def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
 
     If `device_type` is an accelerator, the state of its current device is included.
     """
-    import numpy
-
     version, internal, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     state = {
@@ -43,8 +42,6 @@ def device_in_use() -> str:
 
 def write_random_state(state: dict[str, Any]) -> None:
     """Restores a state that `read_random_state` has returned."""
-    import numpy
-
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, words, *rest = state["numpy"]
@@ -65,11 +62,16 @@ def kept_random_state() -> Iterator[None]:
         write_random_state(before)
 
 
+def seed_all(seed: int) -> None:
+    """Seeds the generators of Python, NumPy and torch, also those of devices that are opened later."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 @contextmanager
 def seeded_draws(seed: int) -> Iterator[None]:
     """Seeds the generators of the CPU with `seed`, and restores them at the end of the context."""
-    import numpy
-
     with kept_random_state():
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
@@ -77,14 +79,10 @@ def seeded_draws(seed: int) -> Iterator[None]:
         yield
 
 
-def draw_base_seed() -> None:
-    """Draws the number that a `torch.utils.data.DataLoader` draws at the start of an iteration."""
-    torch.empty((), dtype=torch.int64).random_()
-
-
 def draw_seed(*position: int) -> int:
     """Returns a 63-bit seed for a position such as (seed of the run, epoch, step). Seeds of positions are unrelated."""
-    return digest_int64(repr(position).encode()) % 2**64 >> 1
+    digest = hashlib.blake2b(repr(position).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def drawn_from(state: dict[str, Any] | None, source: Iterable[_Item]) -> tuple[list[_Item], dict[str, Any] | None]:

@@ -78,15 +78,13 @@ class _MapOrder:
 
     def _lead(self, manager: DDPManager, key: str, call: str, work: Callable[[], Any]) -> Any:
         """The first rank's part: runs the map, and publishes the random state."""
-        from unsloth_multigpu.launch.seeding import generator_digests
+        from unsloth_multigpu.group.random_state import read_random_state
 
-        before, drawn = generator_digests(), ""
+        before, drawn = read_random_state(), ""
         try:
             result = work()
-            if generator_digests() != before:
-                from unsloth_multigpu.group.random_state import read_random_state
-
-                drawn = json.dumps([before, read_random_state()])
+            if (after := read_random_state()) != before:
+                drawn = json.dumps([before, after])
             return result
         finally:
             # Also after an error: the others then do the same call and get the same error. A second call reads the
@@ -125,11 +123,10 @@ class _MapOrder:
 
 def _take_over(drawn: str) -> None:
     """Sets the random state after the first rank's call on this rank, unless the script seeds ranks differently."""
-    from unsloth_multigpu.group.random_state import write_random_state
-    from unsloth_multigpu.launch.seeding import generator_digests
+    from unsloth_multigpu.group.random_state import read_random_state, write_random_state
 
     before, after = json.loads(drawn)
-    if before == generator_digests():
+    if before == read_random_state():
         write_random_state(after)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
@@ -44,16 +42,12 @@ _SAVERS = {
 
 def saving_patches(gate: SaveGate) -> list[Patch]:
     """Returns patches of all functions that write files or upload."""
-    trainer, rotate = "transformers.trainer:Trainer", "transformers.trainer:rotate_checkpoints"
-    bind = functools.partial(_bind_guarded, gate)
-    rotated = functools.partial(Patch, wrap=_of_complete_ones, needs=("output_dir",), optional=True)
+    trainer, bind = "transformers.trainer:Trainer", functools.partial(_bind_guarded, gate)
     return [
         *(Patch(target, supports, gate.once, optional=True) for target, supports in _SAVERS.items()),
         Patch(f"{trainer}.save_model", _TRANSFORMERS, gate.after_rank_0),
         *(Patch(f"{trainer}.{n}", _TRANSFORMERS, gate.learn_of_rank_0) for n in ("push_to_hub", "init_hf_repo")),
         Patch("unsloth.save:_bind_saving_method", "unsloth>=2026.10.7", bind, optional=True),
-        # One of the two is there.
-        *(rotated(target, _TRANSFORMERS) for target in (rotate, f"{trainer}._rotate_checkpoints")),
     ]
 
 
@@ -177,14 +171,6 @@ class SaveGate:
 
 def _uploads(original: Callable[..., Any]) -> bool:
     return getattr(original, "__name__", "").startswith("push_to_hub")
-
-
-def _of_complete_ones(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
-    """Leaves out incomplete checkpoints, also those of another run, which would be counted and removed."""
-    # `Checkpoints` calls it when the new checkpoint is complete.
-    folder = inspect.signature(original).bind(*args, **kwargs).arguments.get("output_dir")
-    if os.path.basename(os.fspath(folder or "")) != PART_FOLDER:
-        original(*args, **kwargs)
 
 
 def _bind_guarded(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from unsloth_multigpu.wire.digest import digest_hex, digest_of
 
 
 def generator_digests() -> dict[str, str]:
     """Returns a digest of the state of each loaded global random generator: Python's, NumPy's and torch's."""
-    return {name: read() for name, (read, _) in _generators().items()}
+    digests = {"random": digest_of(random.getstate())}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        digests["numpy"] = digest_of(numpy.random.get_state())
+    if (torch := sys.modules.get("torch")) is not None:
+        digests["torch"] = digest_hex(torch.get_rng_state().numpy().tobytes())
+    return digests
 
 
 def seed_unseeded(run_seed: int, seeded: Mapping[str, str]) -> None:
@@ -20,31 +25,12 @@ def seed_unseeded(run_seed: int, seeded: Mapping[str, str]) -> None:
     An unseeded generator has a different state in each process. If the state equals that of the supervisor at the same
     line of the script, by its `generator_digests`, the script has seeded the generator.
     """
-    import numpy  # noqa: F401  # If it were loaded later, its state would differ between ranks.
+    import numpy  # If it were loaded later, its state would differ between ranks.
 
-    for name, (read, seed) in _generators().items():
-        if read() != seeded.get(name):
-            seed(run_seed)
-
-
-def _generators() -> dict[str, tuple[Callable[[], str], Callable[[int], object]]]:
-    """Returns, for each generator of a loaded library, a function that digests its state and one that seeds it."""
-    found: dict[str, tuple[Callable[[], str], Callable[[int], object]]] = {
-        "random": (lambda: digest_of(random.getstate()), random.seed)
-    }
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None:
-        found["numpy"] = (lambda: digest_of(numpy.random.get_state()), numpy.random.seed)
-    if torch is not None:
-        # `manual_seed` also applies to devices that are opened later.
-        found["torch"] = (lambda: digest_hex(torch.get_rng_state().numpy().tobytes()), torch.manual_seed)
-    return found
-
-
-def same_random_choices() -> None:
-    """Seeds all generators with 0, so that unseeded shuffles, splits and LoRA weights are equal in several runs."""
-    import numpy  # noqa: F401
-    import torch  # noqa: F401
-
-    for _, seed in _generators().values():
-        seed(0)
+    for name, digest in generator_digests().items():
+        if digest == seeded.get(name):
+            continue
+        if name == "torch":
+            sys.modules["torch"].manual_seed(run_seed)  # Also seeds devices that are opened later.
+        else:
+            (random if name == "random" else numpy.random).seed(run_seed)

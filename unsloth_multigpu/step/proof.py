@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -16,14 +15,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from unsloth_multigpu.deal.deal import MicroBatch, Step
 from unsloth_multigpu.deal.one_process import counted_as_one_process, without_other_ranks
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import draw_seed, read_random_state
+from unsloth_multigpu.group.random_state import draw_seed, read_random_state, seed_all
 from unsloth_multigpu.group.shards import has_shards, is_entered_below, tried_pass
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.logs import get_logger
@@ -274,7 +272,7 @@ class StepProof:
             trainer.current_gradient_accumulation_steps = len(batches)
 
             def compute(bare: nn.Module, i: int) -> None:
-                _seed_all(draw_seed(seed, i))
+                seed_all(draw_seed(seed, i))
                 random_state = read_random_state(device.type)
                 training_step(bare, batches[i], num_items)
                 still.has_drawn |= read_random_state(device.type) != random_state
@@ -377,7 +375,7 @@ class StepProof:
     @contextmanager
     def _seeded(self, micro_batch: MicroBatch, _: Step) -> Iterator[None]:
         """Lets a complete micro-batch draw the same random numbers as in one process."""
-        _seed_all(draw_seed(self._seed, micro_batch.piece.reference))
+        seed_all(draw_seed(self._seed, micro_batch.piece.reference))
         yield
 
     def _say(self, found: Comparison, *, is_first: bool) -> None:
@@ -443,11 +441,3 @@ def _affordable(num_references: int, num_ranks: int, seconds: float) -> int:
     each = max(seconds, 1e-6) * (1 + 1 / num_ranks)
     most = max(1, int(_MOST_S / each))
     return min(num_references, max(most, min(num_ranks, num_references)))
-
-
-def _seed_all(seed: int) -> None:
-    import numpy
-
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -12,7 +12,6 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.model import torch_optimizer
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, StateLike, TrainerLike
@@ -75,7 +74,8 @@ class Exchange(GradientExchange):
                 hint="Create a new Trainer with the plain model, or set strategy='ddp'.",
             )
         is_loss_scaled = trainer.accelerator.scaler is not None
-        self.sync = make_sync(self._config, trainer.model, torch_optimizer(trainer), is_loss_scaled=is_loss_scaled)
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # torch's, inside accelerate's.
+        self.sync = make_sync(self._config, trainer.model, optimizer, is_loss_scaled=is_loss_scaled)
         self.sync.begin()
         if self._checkpoint is not None:
             self._load_state(Path(self._checkpoint, STATE_FILE))

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.random_state import seed_all
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import verify_calls
@@ -66,11 +67,9 @@ class Progress(Part):
             self.events.write(kind, **facts)
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        from transformers import set_seed
-
-        rank = self.manager.identity.rank
-        if rank > 0:
-            set_seed(args.seed + rank)
+        # The loop then loads the states that a checkpoint has, which may be of fewer ranks.
+        if (rank := self.manager.identity.rank) > 0:
+            seed_all(args.seed + rank + state.global_step)
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._verify_first_step()

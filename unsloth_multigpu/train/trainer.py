@@ -13,7 +13,7 @@ from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.facts import facts_of_evaluation, facts_of_run
-from unsloth_multigpu.group.random_state import seeded_draws
+from unsloth_multigpu.group.random_state import device_in_use, read_random_state, seeded_draws, write_random_state
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.group.shards import Engine, find_engine, has_shards
 from unsloth_multigpu.logs import get_logger
@@ -133,7 +133,7 @@ class DDPTrainer:
         # Rank 0 may still upload files for longer than the timeout of a collective.
         self.manager.lead(f"{self._lead.name}/ended", "train()", lambda: None, timeout_s=UPLOAD_LIMIT_S)
         # Code after train() runs on every rank, and must draw the same random numbers there.
-        self.manager.broadcast_random_state()
+        write_random_state(self.manager.broadcast_json(read_random_state(device_in_use())))
         self._report(time.monotonic() - start)
         return result
 

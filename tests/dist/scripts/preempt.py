@@ -10,7 +10,6 @@ from pathlib import Path
 import unsloth_multigpu as ump
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--grace", type=float, default=60.0)
 parser.add_argument("--resume", default="off")
 parser.add_argument("--max-restarts", type=int, default=0)
 parser.add_argument("--save", default="no")
@@ -19,12 +18,7 @@ parser.add_argument("--catch", action="store_true")
 parser.add_argument("--strategy", default="ddp")
 args = parser.parse_args()
 
-ump.enable_multi_gpu(
-    resume=args.resume,
-    grace_s=args.grace,
-    max_restarts=args.max_restarts,
-    strategy=args.strategy,
-)
+ump.enable_multi_gpu(resume=args.resume, grace_s=60.0, max_restarts=args.max_restarts, strategy=args.strategy)
 
 import torch
 from common import arguments
@@ -32,7 +26,6 @@ from tiny_llama import tiny_llama
 from transformers import Trainer, TrainerCallback
 
 rank = os.environ["RANK"]
-Path(f"started_{rank}").touch()
 
 
 class Places(TrainerCallback):

@@ -13,8 +13,6 @@ ump.enable_multi_gpu(num_gpus=2)
 
 from transformers import BertConfig
 
-from unsloth_multigpu import plugin
-
 rank = int(os.environ["RANK"])
 model = BertConfig(hidden_size=8)
 facts = {}
@@ -26,14 +24,6 @@ def meet(name):
     while not os.path.exists(f"flag_{name}_{1 - rank}"):
         assert time.monotonic() < limit, name
         time.sleep(0.001)
-
-
-def num_keys():
-    """Of the store that the ranks share, when both have come here."""
-    meet(f"before {len(facts)}")
-    found = plugin.active_session().manager().store.num_keys()
-    meet(f"after {len(facts)}")
-    return found
 
 
 def works():
@@ -49,26 +39,6 @@ def works():
         meet(f"{i} saved")
         kept.append(sorted(os.listdir("final")))
     facts["kept"] = kept
-    facts["keys of saves"] = num_keys()
-
-    for i in range(300):
-        Path(f"draft_{rank}").touch()
-        os.replace(f"draft_{rank}", f"placed_{rank}_{i}")
-    facts["keys after replace"] = num_keys()
-
-    # A path that is gone has one answer on all ranks, also where one of them has removed it before.
-    facts["missing"] = []
-    for i in range(3):
-        Path("gone").mkdir(exist_ok=True)
-        meet(f"there {i}")
-        if rank == i % 2:
-            shutil.rmtree("gone")
-        meet(f"missing {i}")
-        try:
-            shutil.rmtree("gone")
-        except FileNotFoundError:
-            facts["missing"].append("FileNotFoundError")
-        meet(f"missed {i}")
 
 
 def too_late():
