@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy
 import torch
 
 from unsloth_multigpu.accelerator import KINDS
@@ -22,6 +21,8 @@ def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
 
     If `device_type` is an accelerator, the state of its current device is included.
     """
+    import numpy
+
     version, internal, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     state = {
@@ -42,6 +43,8 @@ def device_in_use() -> str:
 
 def write_random_state(state: dict[str, Any]) -> None:
     """Restores a state that `read_random_state` has returned."""
+    import numpy
+
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, words, *rest = state["numpy"]
@@ -64,6 +67,8 @@ def kept_random_state() -> Iterator[None]:
 
 def seed_all(seed: int) -> None:
     """Seeds the generators of Python, NumPy and torch, also those of devices that are opened later."""
+    import numpy
+
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -72,6 +77,8 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def seeded_draws(seed: int) -> Iterator[None]:
     """Seeds the generators of the CPU with `seed`, and restores them at the end of the context."""
+    import numpy
+
     with kept_random_state():
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
