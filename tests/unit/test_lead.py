@@ -1,18 +1,15 @@
-"""Rank 0's decisions, which all ranks take over; what becomes of those of other ranks, and of ranks apart."""
+"""Rank 0's decisions, which all ranks take over, and what becomes of those of other ranks."""
 
 import signal
-from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
 from tests.helpers.board import manager_of
-from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
+from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train import lead as module
-from unsloth_multigpu.train.lead import Lead, Moment, OneDecision
-from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.train.lead import Lead, Moment
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 CONFIG = MultiGPUConfig(timeout_s=0.05)
@@ -55,15 +52,6 @@ def test_rank_that_has_come_to_another_point_is_told(leads):
         other.follow(Moment.LOG, 0, 3)
 
 
-def test_rank_that_is_a_whole_ring_behind_is_told(leads, monkeypatch):
-    monkeypatch.setattr(module, "_RING", 2)
-    mine, other = leads
-    for number in range(3):
-        mine.follow(Moment.STEP, 0, number)
-    with pytest.raises(DistributedError, match="rank 0 is 2 decisions ahead of this rank"):
-        other.follow(Moment.STEP, 0, 0)
-
-
 @pytest.mark.parametrize("asked_rank", [0, 1])
 def test_signal_of_any_rank_is_heard_by_all_at_one_point(leads, asked_rank):
     leads[asked_rank].asked = lambda: signal.SIGTERM
@@ -73,20 +61,3 @@ def test_signal_of_any_rank_is_heard_by_all_at_one_point(leads, asked_rank):
             lead.follow(Moment.STEP, 0, step)
         heard.append([lead.signal_number for lead in leads])
     assert heard == [[15 * (asked_rank == 0)] * 2, [15, 15], [15, 15]]
-
-
-def test_decision_that_is_too_late_for_a_synchronization_is_told(caplog):
-    trainer, acted = FakeTrainer(), []
-    trainer.state.max_steps = 100
-    manager, exchange = manager_of(HashStore(), 0, 2, CONFIG), SimpleNamespace(may_stop=True)
-    decision = OneDecision(trainer, manager, Lead(manager, HeartbeatPage(None, 0)), exchange)
-    decision._scheduled = lambda _: 0
-    with Loop(trainer, [decision]).steering():
-        for step in range(1, 7):
-            trainer.state.global_step = step
-            exchange.may_stop = step == 4
-            trainer.control.should_save = step == 5
-            trainer.event("on_step_end")
-            acted += [step] if trainer.control.should_save else []
-    assert acted == []
-    assert caplog.messages[-1] == "should_save came too late for another step"

@@ -114,7 +114,7 @@ def test_stop_in_or_before_an_evaluation_saves_the_step_before_it(tmp_path, num_
     with pytest.raises(SystemExit), Loop(trainer, [steered]).steering():
         trainer.steps(8, num_eval_batches=2)
     assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], evaluates)
-    assert steered.cuts_off_evaluation()
+    assert steered.cuts_off_evaluation
 
 
 def test_step_that_is_saved_already_is_not_saved_again(tmp_path):

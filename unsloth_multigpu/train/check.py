@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,18 +12,16 @@ from torch import nn
 
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shards import has_shards, part_of, whole_of
+from unsloth_multigpu.group.shards import is_sharded, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.train.lead import Lead, Moment
-from unsloth_multigpu.words import listed
 
 logger = get_logger(__name__)
 
 # A run that leaves out more steps than this is no longer training.
 MAX_SKIPPED_IN_A_ROW = 10
-_MAX_NAMED = 3
 
 
 class StepCheck(Part):
@@ -58,7 +56,10 @@ class StepCheck(Part):
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            self._explain(error)
+            from unsloth_multigpu.train.failed_step import explain_memory
+
+            place = self._place or f"step {self._step}, outside forward and backward passes"
+            explain_memory(error, self._trainer, self._manager, place, is_evaluation=self._is_evaluation)
             raise
 
     def overrides(self) -> dict[str, Override]:
@@ -130,11 +131,11 @@ class StepCheck(Part):
         norm = total_norm(parameters, norm_type)
         self._judge(norm)
         if not self._is_skipped:
-            parts = [p for p in parameters if is_part(p.grad)]
+            parts = [p for p in parameters if is_sharded(p.grad)]
             # The code below does the same as accelerate's own method. A replacement by other code may do more.
             if not parts and not getattr(original, "__module__", "").startswith("accelerate."):
                 return original(parameters, max_norm, norm_type)
-            for same in (parts, [p for p in parameters if not is_part(p.grad)]):
+            for same in (parts, [p for p in parameters if not is_sharded(p.grad)]):
                 nn.utils.clip_grads_with_norm_(same, max_norm, norm)
         return norm
 
@@ -164,12 +165,11 @@ class StepCheck(Part):
         """Raises if the norm is not finite, or drops the gradients of the step."""
         self._is_judged = True
         norm = float(gradient_norm)
-        # The sum of squares of finite gradients may overflow. Clipping then makes them zero, as without this package.
-        # A sharded rank cannot tell this from an infinite gradient, because it has only a part.
-        is_sum_alone = math.isinf(norm) and not has_shards(self._trainer.model)
-        if math.isfinite(norm) or (is_sum_alone and not not_finite_parameters(self._trainer.model)):
+        if math.isfinite(norm):
             return
-        fact = self._fact(norm)
+        from unsloth_multigpu.train.failed_step import not_finite
+
+        fact = not_finite(self._trainer, self._manager, self._losses, norm, is_shared=self._is_shared)
         if self._on_nan == "raise":
             raise NonFiniteGradientError(
                 f"{fact}.", hint="Look at these samples and the learning rate; on_nan='skip' leaves such steps out."
@@ -189,38 +189,6 @@ class StepCheck(Part):
         if self._rank == 0:
             logger.warning("%s: left out on all ranks (%d so far)", fact, self._num_skipped)
 
-    def _fact(self, norm: float) -> str:
-        mine = not_finite_losses(self._losses)
-        losses = {self._rank: mine}
-        if self._is_shared:  # Then all ranks call this.
-            losses = dict(enumerate(self._manager.gather_json(mine)))
-        parameters = () if any(losses.values()) else not_finite_parameters(self._trainer.model)
-        return describe(self._step, norm, losses, parameters)
-
-    def _explain(self, error: BaseException) -> None:
-        from unsloth_multigpu.step.out_of_memory import advice, explain, filled, is_out_of_memory
-
-        if not is_out_of_memory(error):
-            return
-        args, config = self._trainer.args, self._manager.config
-        place = self._place or f"step {self._step}, outside forward and backward passes"
-        parameters = list(self._trainer.model.parameters())
-        states = getattr(self._trainer.optimizer, "state", {}).values()
-        held = filled(
-            args.device,
-            weights=parameters,
-            gradients=[p.grad for p in parameters if p.grad is not None],
-            optimizer=[v for state in states for v in state.values() if isinstance(v, torch.Tensor)],
-        )
-        shards = has_shards(self._trainer.model) if self._manager.identity.world_size > 1 else None
-        explain(
-            error,
-            rank=self._rank,
-            device=args.device,
-            place=f"{place} ({held})" if held else place,
-            hint=advice(args, is_evaluation=self._is_evaluation, shards=shards, offloads=config.shard_offload),
-        )
-
 
 def _size_of(inputs: Any) -> str:
     """Describes the largest two-dimensional tensor of a micro-batch: "8 rows x 512 tokens"; "" if there is none."""
@@ -234,48 +202,12 @@ def _size_of(inputs: Any) -> str:
 
 def total_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
     """Returns the norm of all gradients together, on their device. Collective if they are sharded."""
-    gradients = [_values(p.grad) for p in parameters if p.grad is not None]
-    kinds = ([g for g in gradients if not is_part(g)], [g for g in gradients if is_part(g)])
+    gradients = [values_of(p.grad) for p in parameters if p.grad is not None]
+    kinds = ([g for g in gradients if not is_sharded(g)], [g for g in gradients if is_sharded(g)])
     norms = [whole_of(nn.utils.get_total_norm(same, norm_type)) for same in kinds if same]
     return nn.utils.get_total_norm(norms, norm_type)
 
 
-def is_part(gradient: Any) -> bool:
-    """True for a `DTensor`, which torch's functions do not accept together with plain tensors."""
-    return hasattr(gradient, "full_tensor")
-
-
-def not_finite_losses(losses: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
-    """Returns index and value ("nan" or "inf") of each micro-batch loss that is not finite."""
-    values = [float(loss) for loss in losses]
-    return [(i, str(value)) for i, value in enumerate(values) if not math.isfinite(value)]
-
-
-def not_finite_parameters(model: nn.Module) -> list[str]:
-    """Returns names of parameters whose gradient, or this rank's shard of it, has a value that is not finite."""
-    named = [(name, part_of(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
-    return [name for name, gradient in named if not _values(gradient).isfinite().all()]
-
-
-def describe(
-    step: int, norm: float, losses: Mapping[int, Sequence[tuple[int, str]]], parameters: Sequence[str] = ()
-) -> str:
-    """Describes a step, counted from 1, whose gradient norm is not finite, in one line.
-
-    `losses` has the `not_finite_losses` of the known ranks; `parameters` are named if all losses are finite.
-    """
-    found = [
-        f"loss of rank {rank}, micro-batch {micro_batch}, was {value}"
-        for rank, its in losses.items()
-        for micro_batch, value in its
-    ]
-    if found:
-        return f"step {step}: gradient norm is {norm}; {listed(found, _MAX_NAMED, '; ')}"
-    whose = "all losses were finite" if len(losses) > 1 else f"the losses of rank {next(iter(losses))} were finite"
-    if parameters:
-        whose += f", not so the gradient of {listed(parameters, _MAX_NAMED)}"
-    return f"step {step}: gradient norm is {norm}; {whose}"
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a gradient, which may be sparse."""
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient

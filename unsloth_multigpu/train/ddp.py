@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import re
-import time
 from collections import UserDict
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
@@ -14,17 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupError
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import all_reduce_bytes, base_model, num_bytes
-from unsloth_multigpu.group.shards import has_shards, is_sharded
-from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.wire.digest import digest_hex
 from unsloth_multigpu.words import listed
-
-logger = get_logger(__name__)
 
 # Attributes of a model's config that let some steps leave parameters without a gradient: mixtures of experts, towers
 # for images or sound, dropped layers.
@@ -38,8 +30,6 @@ _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
 # Unsloth's fused loss and its embeddings read the base weights of these modules, and ignore their LoRA.
 _READ_BY_WEIGHT = ("lm_head", "embed")
 _LIBRARIES = ("transformers.", "unsloth")
-# Changes of what is trained that are logged at INFO: some recipes change the trained layers in every step.
-_NUM_LOGGED = 5
 # Attributes of a model that losses of scripts read of the wrapped model.
 _READ_BY_SCRIPTS = (
     "config",
@@ -146,14 +136,23 @@ class TrainedParameters(Part):
         before, self.of_step = self.of_step, trained
         if trained == before:
             return
-        ddp = getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)
-        kept = self._exchange.parameters
+        model = self._trainer.model_wrapped
+        ddp, kept = getattr(model, "_orig_mod", model), self._exchange.parameters
         if kept is None and hasattr(ddp, "exchanged"):
-            self._follow(ddp)
+            wanted = exchanged_of(ddp.module)
+            # With find_unused_parameters, DDP skips frozen parameters by itself.
+            if wanted - ddp.exchanged or (ddp.exchanged - wanted and not ddp.find_unused_parameters):
+                from unsloth_multigpu.train.unfreezing import follow
+
+                self._num_changes += 1
+                follow(self._trainer, self._manager, ddp, self._training, self._num_changes)
+                self.is_changed = True
             return
         known = before if kept is None else frozenset(map(id, kept))
         if known is not None and (added := trained - known):
-            self._refuse(added)
+            from unsloth_multigpu.train.unfreezing import refusal
+
+            raise refusal(self._trainer, added, "" if kept is None else str(self._manager.config.strategy))
 
     def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Refuses parameters that were frozen or unfrozen within the step: their gradients were not synchronized."""
@@ -167,91 +166,11 @@ class TrainedParameters(Part):
         }
         if missed:
             raise SetupError(
-                f"{self._names(missed)} became trainable or frozen within step {self._step + 1}: its gradient in this "
-                "step is not that of all ranks.",
+                f"{names_of(self._trainer.model, missed)} became trainable or frozen within step "
+                f"{state.global_step + 1}: its gradient in this step is not that of all ranks.",
                 hint="Change `requires_grad` between steps: in on_epoch_begin, on_step_begin or on_step_end of a "
                 "callback.",
             )
-
-    def _follow(self, ddp: Any) -> None:
-        wanted = exchanged_of(ddp.module)
-        added, removed = wanted - ddp.exchanged, ddp.exchanged - wanted
-        # With find_unused_parameters, DDP skips frozen parameters by itself.
-        if not added and (not removed or ddp.find_unused_parameters):
-            return
-        self._agree(added, removed)
-        settings = ddp_settings(ddp.module, self._trainer.args)
-        rebuild_ddp(ddp, settings.get("find_unused_parameters", ddp.default_find_unused))
-        # A layer that is initialized again when it is unfrozen may have different random weights on each rank.
-        self._manager.broadcast_tensors(p for p in ddp.module.parameters() if id(p) in added)
-        log = logger.info if self._num_changes <= _NUM_LOGGED else logger.debug
-        log(
-            "after step %d %d parameter(s) became trainable and %d frozen: %s; DDP was rebuilt",
-            self._step,
-            len(added),
-            len(removed),
-            self._names(added or removed),
-        )
-        self.is_changed = True
-
-    def _refuse(self, added: Set[int]) -> None:
-        what = f"{self._names(added)} became trainable after step {self._step}, but"
-        model, hint = self._trainer.model, "Make it trainable before train()."
-        if self._exchange.parameters is not None:
-            who = f"strategy='{self._manager.config.strategy}'"
-            hint = "Set strategy='ddp', or make it trainable before train()."
-        elif not has_shards(model):
-            who, hint = "the script's own DDP", "Give the Trainer the plain model."
-        elif any(is_sharded(p) for p in model.parameters() if id(p) in added):
-            who = "FSDP"
-        else:
-            raise SetupError(
-                f"{self._names(added)} came out of step {self._step} unsharded: a part of the model was called by "
-                "itself (model.model(...), say). FSDP2 shards weights again only after a call of the complete model.",
-                hint="Call the model itself, in callbacks and in the loss.",
-            )
-        raise SetupError(f"{what} {who} exchanges what was trainable when it was made.", hint=hint)
-
-    def _agree(self, added: Set[int], removed: Set[int]) -> None:
-        """Waits until every rank has changed the same parameters. Otherwise their collectives would not match.
-
-        Raises:
-            DivergenceError: A rank has changed other parameters, or none.
-        """
-        mine, self._num_changes = self._manager.identity.rank, self._num_changes + 1
-        names = [(n, id(p) in added) for n, p in self._trainer.model.named_parameters() if id(p) in added | removed]
-        number = f"{self._training}/{self._num_changes}"
-        word = f"{number} {self._step} {digest_hex(json.dumps(names).encode())}"
-        # Two keys in turn are enough: a rank starts change n + 2 after all ranks made change n + 1, so have read n.
-        key = f"trained/{self._num_changes % 2}"
-        self._manager.publish(f"{key}/{mine}", word)
-
-        def read(rank: int) -> str | None:
-            theirs = self._manager.read(f"{key}/{rank}") or ""
-            return theirs if theirs.startswith(f"{number} ") else None
-
-        # Half of the limit, so that this error comes before the timeout of another rank's collective.
-        deadline_s = time.monotonic() + self._manager.config.timeout_s / 2
-        for rank in range(self._manager.identity.world_size):
-            what, limit_s = f"rank {rank} to change what is trained", max(0.0, deadline_s - time.monotonic())
-            try:
-                theirs = self._manager.wait(functools.partial(read, rank), what, timeout_s=limit_s)
-            except RankTimeoutError:
-                theirs = None
-            if theirs != word:
-                other = f" and not on rank {rank}" if theirs is None else f"; rank {rank} has changed others"
-                raise DivergenceError(
-                    f"After step {self._step} {self._names(added or removed)} became trainable or frozen on rank "
-                    f"{mine}{other}.",
-                    hint="Let a callback change `requires_grad` on all ranks alike: by step or epoch, not by rank.",
-                )
-
-    @property
-    def _step(self) -> int:
-        return int(self._trainer.state.global_step)
-
-    def _names(self, ids: Set[int]) -> str:
-        return listed([name for name, p in self._trainer.model.named_parameters() if id(p) in ids])
 
 
 def _as_plain_dict(_model: nn.Module, _args: Any, output: Any) -> Any:
@@ -289,28 +208,6 @@ def exchanged_of(model: nn.Module) -> frozenset[int]:
     """Returns the ids of the parameters whose gradients a new DDP would exchange."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return frozenset(id(p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored)
-
-
-def rebuild_ddp(ddp: Any, find_unused_parameters: bool) -> None:
-    """Lets DDP exchange the gradients of the parameters that are trainable now. Called between two steps on all ranks.
-
-    The object stays, because the loop and accelerate refer to it. Its reducer is rebuilt, as if DDP were unpickled. The
-    old reducer removes its hooks from the parameters when it is freed.
-
-    Raises:
-        SetupError: DDP has a state that belongs to the parameters it was made with.
-    """
-    if getattr(ddp, "_comm_hooks", ()) or getattr(ddp, "_use_python_reducer", False):
-        raise SetupError(
-            "parameters became trainable or frozen, and DDP has a communication hook or torch's Python reducer, with "
-            "which it cannot be rebuilt.",
-            hint="Leave that out, or set what is trained before train().",
-        )
-    # accelerate may have moved parameters to the device after they were left out.
-    ddp.parameters_to_ignore = ddp.parameters_to_ignore & {*names_outside_ddp(ddp.module)}
-    ddp.find_unused_parameters = find_unused_parameters
-    ddp.__setstate__(ddp.__getstate__())
-    ddp.exchanged = exchanged_of(ddp.module)
 
 
 def forget_evaluation(trainer: TrainerLike) -> None:
@@ -366,6 +263,11 @@ def uses_every_parameter(model: nn.Module) -> bool:
 def all_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters of a model, shared ones repeatedly. `model.parameters()` is slower: it builds names."""
     return [p for module in model.modules() for p in module._parameters.values() if p is not None]
+
+
+def names_of(model: nn.Module, ids: Set[int]) -> str:
+    """Lists the names of parameters, which are given by their ids."""
+    return listed([name for name, p in model.named_parameters() if id(p) in ids])
 
 
 def parameters_beside_the_model(trainer: TrainerLike) -> list[tuple[str, Any]]:

@@ -145,7 +145,7 @@ class Meter(Part):
             self._write(state)
 
     def report(self, counts: tuple[int, int, int], train_s: float, sent_bytes: int | None) -> RankReport:
-        """Returns this rank's report. `counts` are steps, samples and micro-batches. `gather_reports` sets its rank."""
+        """Returns this rank's report, without its number. `counts` are steps, samples and micro-batches."""
         measured = {field.name for field in dataclasses.fields(RankReport)} & vars(self.figures).keys()
         figures = {name: getattr(self.figures, name) for name in measured - {"num_steps", "num_samples"}}
         phases_s = dict.fromkeys(_IN_REPORT.values(), 0.0)
@@ -378,12 +378,6 @@ class LogFigures(Part):
         peaks = [figures.peak_bytes for figures in now.values() if figures.peak_bytes]
         found["peak_memory_gib"] = max(peaks) / GIB if peaks else None
         return {_PREFIX + name: round(value, 5) for name, value in found.items() if value is not None}
-
-
-def gather_reports(manager: DDPManager, mine: RankReport) -> tuple[RankReport, ...]:
-    """Returns the reports of all ranks, in their order. Collective."""
-    ranks = manager.gather_json(dataclasses.asdict(mine))
-    return tuple(RankReport(**{**values, "rank": rank}) for rank, values in enumerate(ranks))
 
 
 def _device_names(device: torch.device) -> tuple[str, str]:

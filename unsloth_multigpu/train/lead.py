@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from unsloth_multigpu.errors import DistributedError, DivergenceError
+from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import find_engine
 from unsloth_multigpu.logs import get_logger
@@ -88,7 +88,7 @@ class Lead:
         Raises:
             RankTimeoutError: Rank 0 did not reach this point.
             DivergenceError: Rank 0 reached another point.
-            DistributedError: Rank 0 has left the cell, or is too far ahead.
+            DistributedError: Rank 0 has left the cell.
         """
         manager, index = self._manager, self._num_points
         asked = self.signal_number or self.asked()
@@ -126,10 +126,7 @@ class Lead:
     def _read(self, index: int) -> list[str] | None:
         """Returns moment, flags and signal of a point; None if rank 0 has not reached it."""
         training, there, *word = (self._manager.read(self._key(index)) or "-1 -1").split()
-        place, mine = (int(training), int(there)), (self._training, index)
-        if place > mine:
-            raise DistributedError(f"rank 0 is {_RING} decisions ahead of this rank.", hint="Report this message.")
-        return word if place == mine else None
+        return word if (int(training), int(there)) == (self._training, index) else None
 
     def _key(self, index: int) -> str:
         return f"lead/point/{index % _RING}"
@@ -149,30 +146,10 @@ class OneDecision(Part):
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, lead: Lead, exchange: GradientExchange) -> None:
         super().__init__(trainer, manager)
-        self._rank = manager.identity.rank
         self._lead = lead
         self._exchange = exchange
         self._is_log_due = False
         self._postponed = 0
-        # Flags that rank 0 has set so far; and flags that only this rank has set, with the step.
-        self._flags_of_rank_0 = 0
-        self._overruled: dict[str, int] = {}
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Warns at the end about decisions that had no effect."""
-        yield
-        for name, step in self._overruled.items():
-            if name not in _names(self._flags_of_rank_0):
-                logger.warning(
-                    "a callback of rank %d has set control.%s after step %d, and none of rank 0 did: rank 0's decision "
-                    "counts. Let the callback decide alike on all ranks",
-                    self._rank,
-                    name,
-                    step,
-                )
-        if self._postponed:
-            logger.warning("%s came too late for another step", ", ".join(_names(self._postponed)))
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._agree(Moment.STEP, control)
@@ -206,9 +183,6 @@ class OneDecision(Part):
             # All ranks reach this point: they have just computed, logged, evaluated or saved together.
             mine, self._postponed = mine | self._postponed, 0
             found = self._lead.follow(moment, mine, step)
-            self._flags_of_rank_0 |= found
-        for name in _names(mine & ~found):
-            self._overruled.setdefault(name, step)
         for i, name in enumerate(_FLAGS):
             setattr(control, name, bool(found >> i & 1))
         if moment in (Moment.STEP, Moment.EPOCH):
@@ -224,19 +198,14 @@ class OneDecision(Part):
         return _flags_of(control)
 
     def _postpone(self, flags: int, step: int) -> None:
-        if flags & ~self._postponed and self._rank == 0:
-            logger.info(
-                "%s after step %d waits for the next synchronization of the ranks", ", ".join(_names(flags)), step
-            )
+        if flags & ~self._postponed and self._manager.rank == 0:
+            names = ", ".join(name for i, name in enumerate(_FLAGS) if flags >> i & 1)
+            logger.info("%s after step %d waits for the next synchronization of the ranks", names, step)
         self._postponed |= flags
 
 
 def _flags_of(control: Any) -> int:
     return sum(bool(getattr(control, name)) << i for i, name in enumerate(_FLAGS))
-
-
-def _names(flags: int) -> list[str]:
-    return [name for i, name in enumerate(_FLAGS) if flags >> i & 1]
 
 
 class Caught:
@@ -274,6 +243,7 @@ class Preemption(Part):
 
     Attributes:
         signal_number: The signal on which the ranks are stopping, 0 = none.
+        cuts_off_evaluation: They stop before or in an evaluation of the loop, which a resumed training makes.
     """
 
     place = "preemption"
@@ -284,7 +254,7 @@ class Preemption(Part):
     lead: Lead
     may_stop: Callable[[], bool] = lambda: True
     signal_number: int = field(init=False, default=0)
-    _cuts_off_evaluation: bool = field(init=False, default=False)
+    cuts_off_evaluation: bool = field(init=False, default=False)
     _caught: Caught = field(init=False)
     _is_heard: bool = field(init=False, default=False)
     _saved_step: int = field(init=False, default=-1)
@@ -326,7 +296,7 @@ class Preemption(Part):
         # Several ranks have just agreed on the flags of their callbacks, and on the signal with them.
         if self._is_stopping(Moment.STEP if self.manager.identity.world_size == 1 else None):
             is_at_end = args.eval_strategy == "epoch" and float(state.epoch or 0.5).is_integer()
-            self._cuts_off_evaluation = control.should_evaluate or is_at_end
+            self.cuts_off_evaluation = control.should_evaluate or is_at_end
             # The loop still logs this step, so that the saved history is complete.
             control.should_save = self.is_save_wanted
             control.should_evaluate = False
@@ -347,12 +317,8 @@ class Preemption(Part):
 
     def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         if self._is_stopping(Moment.EVALUATED_BATCH):  # All ranks have the same number of evaluation batches.
-            self._cuts_off_evaluation = control.should_evaluate  # False in one that a callback has started.
+            self.cuts_off_evaluation = control.should_evaluate  # False in one that a callback has started.
             self.save_and_leave()
-
-    def cuts_off_evaluation(self) -> bool:
-        """True if the ranks stop before or in an evaluation of the loop, which a resumed training makes."""
-        return self._cuts_off_evaluation
 
     def _is_stopping(self, moment: Moment | None) -> bool:
         """True from the point at which all ranks stop. `moment` is the present point; None = they have just agreed."""

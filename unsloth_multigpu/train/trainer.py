@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.checkpoint.resume import Resume
@@ -19,7 +20,7 @@ from unsloth_multigpu.group.shards import Engine, find_engine, has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.part import ArgumentsLike, GradientExchange, Part, TrainerLike, draws_completions
-from unsloth_multigpu.report import RunReport
+from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.snapshot import KeptObjects
@@ -27,7 +28,7 @@ from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.ddp import DDPWrapping, TrainedParameters
 from unsloth_multigpu.train.evaluation import EqualEvaluations
-from unsloth_multigpu.train.figures import LogFigures, Meter, Waiting, gather_reports
+from unsloth_multigpu.train.figures import LogFigures, Meter, Waiting
 from unsloth_multigpu.train.lead import UPLOAD_LIMIT_S, Lead, OneDecision, Preemption
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.progress import CallbackPhase, Guard, Progress
@@ -95,9 +96,8 @@ class DDPTrainer:
             if trained is not None and manager.identity.rank == 0:
                 self.parts.append(LogFigures(trainer, self.meter, session.context.run_dir))
             self._resume = Resume(trainer, manager, self.steps, self.arguments, training, session.context)
-            checkpoints = Checkpoints(
-                trainer, manager, self.steps, self.exchange, self._resume, session.beat, preemption.cuts_off_evaluation
-            )
+            checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange, self._resume, session.beat)
+            checkpoints.is_evaluation_due = lambda: preemption.cuts_off_evaluation
             self.parts += [self._resume, checkpoints]
 
     def run(self, original_train: Callable[[], Any], on_agreed: Callable[[Loop], None] = lambda _: None) -> Any:
@@ -249,8 +249,9 @@ class DDPTrainer:
         counts = (self.progress.num_steps, self.steps.passes.num_samples, self.steps.passes.num_micro_batches)
         mine = self.meter.report(counts, train_s, self.exchange.sent_bytes(self.progress.num_steps))
         folder = self.arguments.get("resume_from_checkpoint")
+        ranks = self.manager.gather_json(asdict(mine))
         self.report = RunReport(
-            gather_reports(self.manager, mine),
+            tuple(RankReport(**{**values, "rank": rank}) for rank, values in enumerate(ranks)),
             self.steps.balancer.state_dict(),
             self.meter.figures.max_steps,
             self.meter.resumed_step,
