@@ -17,7 +17,6 @@ Mode = Literal["ddp", "sharded"]
 RESERVE = 0.15
 # Memory of a device outside torch's allocator: the context with its kernels, and NCCL's buffers.
 CONTEXT_BYTES, NCCL_BYTES = GIB * 3 // 4, GIB // 2
-MAX_RANKS = 4096
 # The hint of errors of a forecast.
 WITHOUT_FORECAST = "shard='on' or shard='off' needs no forecast."
 # Optimizers of bitsandbytes without "bnb" in their names.
@@ -166,23 +165,20 @@ def usable_bytes(device_bytes: int) -> int:
     return int(device_bytes * (1 - RESERVE))
 
 
-def decide(
-    training: Training, forecasts: Sequence[MemoryForecast], num_ranks: int, device_bytes: int
-) -> tuple[Mode, str]:
+def decide(training: Training, forecasts: Sequence[MemoryForecast], device_bytes: int) -> tuple[Mode, str]:
     """Chooses DDP if it fits, else sharding.
 
     Args:
-        forecasts: DDP first; if that does not fit, also sharded on `num_ranks`, and on more ranks up to the first
-            number that fits.
+        forecasts: DDP first; if that does not fit, also sharded.
         device_bytes: Memory of the smallest device.
 
     Returns:
         The mode, and one line with the figures.
 
     Raises:
-        SetupError: Neither fits. The hint has the number of devices that would be enough.
+        SetupError: Neither fits.
     """
-    whole, *others = forecasts
+    whole, *sharded = forecasts
     of = in_gib(device_bytes)
     needs = f"DDP needs {in_gib(whole.total)} GiB of {of}"
     if fits(whole, device_bytes):
@@ -190,25 +186,16 @@ def decide(
     why, hint = training.only_whole
     if why:
         raise SetupError(f"{needs}, and {why}.", hint=hint)
-    for parts in (row for row in others if (row.mode, row.num_ranks) == ("sharded", num_ranks)):
-        needs += f", sharded over {num_ranks} ranks {in_gib(parts.total)}"
+    for parts in sharded:
+        needs += f", sharded over {parts.num_ranks} ranks {in_gib(parts.total)}"
         if fits(parts, device_bytes):
             return "sharded", f"{needs}: sharded"
     raise SetupError(
         f"{needs}; {in_gib(usable_bytes(device_bytes))} of {of} GiB can be used, the rest is a reserve.",
-        hint=f"{would_do(forecasts, device_bytes)} Fewer or shorter samples in a micro-batch, "
-        "gradient_checkpointing=True, load_in_4bit=True, an 8-bit optimizer or shard_offload=True need less; "
+        hint="Fewer or shorter samples in a micro-batch, gradient_checkpointing=True, load_in_4bit=True, an 8-bit "
+        "optimizer or shard_offload=True need less; `unsloth-multigpu plan --gpus 8,16,32` counts it for more GPUs; "
         "shard='on' or 'off' trains without this check.",
     )
-
-
-def would_do(forecasts: Sequence[MemoryForecast], device_bytes: int) -> str:
-    """Returns a sentence about the first forecast that fits."""
-    found = next((row for row in forecasts if fits(row, device_bytes)), None)
-    if found is None:
-        return "No number of GPUs of this size up to the samples of a step is enough."
-    gpus = f"{found.num_ranks} GPU{'s' if found.num_ranks > 1 else ''} of this size would be enough"
-    return f"{gpus}, sharded." if found.mode == "sharded" else f"{gpus}."
 
 
 def trains_parts(optimizer: str, *, with_unsloth: bool) -> bool:

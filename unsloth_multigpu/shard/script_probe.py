@@ -28,7 +28,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part, TrainerLike
 from unsloth_multigpu.patching import Patch, PatchRegistry
-from unsloth_multigpu.shard.memory import MAX_RANKS, WITHOUT_FORECAST, MemoryForecast, Mode, Training, decide, fits
+from unsloth_multigpu.shard.memory import WITHOUT_FORECAST, MemoryForecast, Mode, Training, decide, fits
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.child import exit_on_signal, run_to_end
@@ -70,7 +70,7 @@ class Answer:
     """The forecasts of a script.
 
     Args:
-        forecasts: Forecasts of the rows; if none fits, also of more ranks, up to the first number that fits.
+        forecasts: Forecasts of the rows.
         devices: Total bytes of each accelerator of this machine.
         device_bytes: Memory of one device; None = not known.
     """
@@ -148,7 +148,7 @@ def choose_shard(command: Sequence[str], environment: Mapping[str, str], config:
     rows = tuple((mode, num_ranks) for mode in modes)
     answer = ask(command, environment, Question(rows, is_choice=True))
     assert answer.device_bytes is not None
-    mode, text = decide(answer.training, answer.forecasts, num_ranks, answer.device_bytes)
+    mode, text = decide(answer.training, answer.forecasts, answer.device_bytes)
     logger.info("shard=auto: %s", text)
     return "on" if mode == "sharded" else "off"
 
@@ -186,8 +186,7 @@ class Probe(Tool):
         from unsloth_multigpu.shard.count import Rows, describe
 
         asked, devices = self._question, _devices()
-        most_ranks = max(num_ranks for _, num_ranks in asked.rows)
-        of_rank = psutil.virtual_memory().total // most_ranks if asked.is_choice else None
+        of_rank = psutil.virtual_memory().total // asked.rows[0][1] if asked.is_choice else None
         device_bytes = asked.device_bytes or min(devices, default=of_rank)
         training = describe(trainer, self._config, asked.tokens)
         rows, forecasts = Rows(trainer, training), []
@@ -196,21 +195,7 @@ class Probe(Tool):
                 forecasts.append(rows.forecast(mode, num_ranks))
             if asked.is_choice and device_bytes is not None and fits(forecasts[-1], device_bytes):
                 break
-        if device_bytes is not None and not any(fits(row, device_bytes) for row in forecasts):
-            for mode, num_ranks in _more_rows(training, most_ranks):
-                forecasts.append(rows.forecast(mode, num_ranks))
-                if fits(forecasts[-1], device_bytes):
-                    break
         return Answer(training, forecasts, devices, device_bytes)
-
-
-def _more_rows(training: Training, num_ranks: int) -> list[tuple[Mode, int]]:
-    """Returns further rows to try if none fits: one device, then twice as many ranks, up to the samples of a step."""
-    rows: list[tuple[Mode, int]] = [("ddp", 1)]
-    can_shard = not training.only_whole[0]
-    while can_shard and (num_ranks := num_ranks * 2) <= MAX_RANKS and training.has_samples(num_ranks):
-        rows.append(("sharded", num_ranks))
-    return rows
 
 
 def _devices() -> tuple[int, ...]:

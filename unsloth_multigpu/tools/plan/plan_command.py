@@ -12,7 +12,7 @@ from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
-from unsloth_multigpu.shard.memory import RESERVE, MemoryForecast, Mode, Training, fits, usable_bytes, would_do
+from unsloth_multigpu.shard.memory import RESERVE, MemoryForecast, Mode, Training, fits, usable_bytes
 from unsloth_multigpu.shard.script_probe import DEFAULT_LIMIT_S, Answer, Question, ask
 from unsloth_multigpu.tools.script_program import command_of, parse_numbers
 from unsloth_multigpu.words import GIB, in_gib
@@ -94,10 +94,10 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     answer = ask(command_of(program), os.environ, Question(asked, own.tokens, own.memory), limit_s=own.timeout_s)
     screen = Screen()
     if own.json:
-        screen.json(_values(answer, numbers))
+        screen.json(_values(answer))
     else:
         show(screen, answer, numbers)
-    return SetupError.exit_code if answer.device_bytes is not None and not _possible(answer, numbers) else 0
+    return SetupError.exit_code if answer.device_bytes is not None and not _possible(answer) else 0
 
 
 COMMAND = Command(
@@ -117,7 +117,7 @@ def show(screen: Screen, answer: Answer, numbers: Sequence[int]) -> None:
         f"{training.num_quantised:,} quantized; {training.optimizer}, gradient checkpointing "
         f"{'on' if training.checkpointing else 'off'}, {training.autocast or 'no mixed precision'}"
     )
-    rows = _asked(answer, numbers)
+    rows = answer.forecasts
     for note in training.notes:
         screen.line(f"note: {note}")
     if hosts := [f"{row.num_ranks} x {in_gib(row.host)}" for row in rows if row.host]:
@@ -130,14 +130,10 @@ def show(screen: Screen, answer: Answer, numbers: Sequence[int]) -> None:
         screen.line(line, "bold")
 
 
-def _asked(answer: Answer, numbers: Sequence[int]) -> list[MemoryForecast]:
-    return [row for row in answer.forecasts if row.num_ranks in numbers]
-
-
-def _possible(answer: Answer, numbers: Sequence[int]) -> list[MemoryForecast]:
+def _possible(answer: Answer) -> list[MemoryForecast]:
     """Returns the rows that fit and whose ranks all have samples."""
     device_bytes, has_samples = answer.device_bytes or 0, answer.training.has_samples
-    return [row for row in _asked(answer, numbers) if fits(row, device_bytes) and has_samples(row.num_ranks)]
+    return [row for row in answer.forecasts if fits(row, device_bytes) and has_samples(row.num_ranks)]
 
 
 def _advice(answer: Answer, numbers: Sequence[int]) -> list[str]:
@@ -152,10 +148,9 @@ def _advice(answer: Answer, numbers: Sequence[int]) -> list[str]:
         hint = "This machine has no accelerator: set --memory, such as --memory 24GiB, to see which row fits."
         return [*lines, hint]
     of = f"{in_gib(usable_bytes(device_bytes))} of {in_gib(device_bytes)} GiB can be used: {RESERVE:.0%} stay free"
-    possible, here = _possible(answer, numbers), len(answer.devices)
+    possible, here = _possible(answer), len(answer.devices)
     if not possible:
-        with_samples = [row for row in answer.forecasts if training.has_samples(row.num_ranks)]
-        return [*lines, f"{of}. No row fits. {would_do(with_samples, device_bytes)}"]
+        return [*lines, f"{of}. No row fits: --gpus 16,32 shows more GPUs, --memory larger ones."]
     mine = [row for row in possible if row.num_ranks == here]
     best = (mine or possible)[0]
     gpus = f"{best.num_ranks} GPU{'s' if best.num_ranks > 1 else ''}"
@@ -178,7 +173,7 @@ def _shown(num_bytes: int) -> str:
     return f"{size:.2f}" if size >= 0.01 or not num_bytes else f"{size:.5f}"
 
 
-def _values(answer: Answer, numbers: Sequence[int]) -> dict[str, Any]:
+def _values(answer: Answer) -> dict[str, Any]:
     training, device_bytes = asdict(answer.training), answer.device_bytes
     forecasts = [
         {
@@ -188,7 +183,7 @@ def _values(answer: Answer, numbers: Sequence[int]) -> dict[str, Any]:
             "has_samples": answer.training.has_samples(row.num_ranks),
             "fits": None if device_bytes is None else fits(row, device_bytes),
         }
-        for row in _asked(answer, numbers)
+        for row in answer.forecasts
     ]
     return {
         "schema_version": 2,
