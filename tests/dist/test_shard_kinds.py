@@ -13,7 +13,6 @@ from unsloth_multigpu.errors import SetupError
 SCRIPT = Path(__file__).parent / "scripts" / "shard_kinds.py"
 KINDS = ("llama", "vit", "llava", "picky")
 REFUSED = {
-    "shared_layers": "Own: first.weight and second.weight share one weight, of which accelerate's FSDP2 would make two",
     "t5": "share one weight, of which accelerate's FSDP2 would make two",
     "hooked": "The script's hook on the gradient of lm_head.weight is never called in a sharded training",
     "adafactor": "optim='adafactor' cannot train weights that are sharded by FSDP2 of accelerate",

@@ -1,9 +1,11 @@
-"""One of the set-ups whose memory `plan` counts; as a training it writes the peak of its third step.
+"""One of the set-ups whose memory `plan` counts; as a training it writes where it ran, and the peak of its third step.
 
 Usage: counted.py KIND MODEL OUT
-KIND has words: full, lora or 4bit; sgd or 8bit; checkpointing; moe; rows=N. shard by a variable. Facts: OUT.RANK.
+KIND has words: full, lora or 4bit; sgd or 8bit; checkpointing; moe; rows=N; balanced: the script asks for a model that
+is spread over all cards. shard by a variable. Facts: OUT.RANK.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -31,7 +33,12 @@ class Peak(TrainerCallback):
         torch.cuda.reset_peak_memory_stats()
 
     def on_train_end(self, args, state, control, **kwargs):
-        Path(f"{out}.{os.environ.get('RANK', '0')}").write_text(str(torch.cuda.max_memory_allocated()))
+        facts = {
+            "devices": sorted({str(p.device) for p in model.parameters()}),
+            "is_sharded": any(hasattr(p, "_local_tensor") for p in model.parameters()),
+            "peak": torch.cuda.max_memory_allocated(),
+        }
+        Path(f"{out}.{os.environ.get('RANK', '0')}").write_text(json.dumps(facts))
 
 
 told = {}
@@ -41,6 +48,8 @@ if "4bit" in kind:
     )
 if "moe" in kind:
     told["experts_implementation"] = "eager"  # CUDA counts tokens of experts by an operator that the CPU lacks.
+if "balanced" in kind:
+    told["device_map"] = "balanced"
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **told)
 if "full" not in kind:
     from peft import LoraConfig, get_peft_model

@@ -19,7 +19,7 @@ from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.shard.memory import CONTEXT_BYTES, NCCL_BYTES, RESERVE
 from unsloth_multigpu.tools.chaos.fault import Fault
 
-BALANCED = Path(__file__).with_name("balanced.py")
+COUNTED = Path(__file__).with_name("counted.py")
 PEAKS = Path(__file__).with_name("peaks.py")
 FOUR_BITS = Path(__file__).with_name("four_bits.py")
 # Adam with a small epsilon makes the rounding of small gradients visible.
@@ -204,7 +204,7 @@ def test_model_spread_over_cards_is_sharded_where_one_cannot_hold_its_training(t
 
     def said(memory: int, *, is_sharded: bool) -> str:
         options = {**PLAIN, **cards(2, memory=str(memory)), "UNSLOTH_MULTIGPU_SHARD": "auto"}
-        run = run_well([BALANCED, model, tmp_path / "out"], tmp_path, options)
+        run = run_well([COUNTED, "full balanced rows=1", model, tmp_path / "out"], tmp_path, options)
         for rank in range(2):
             facts = json.loads((tmp_path / f"out.{rank}").read_text())
             assert facts["devices"] == [f"cuda:{rank}"]

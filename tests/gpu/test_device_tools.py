@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig
 
 from tests.gpu.card import IS_FAKE, IS_REHEARSAL, NUM_CARDS, of_ranks
 from tests.helpers.fake_cuda import cards, needs_device, reports
@@ -60,22 +59,6 @@ def test_verify_finds_the_same_training_on_two_devices(tmp_path: Path) -> None:
     assert not found["runs"]["many"]["device"].startswith("cpu")
     assert all(step["compared"]["is_exact"] for step in found["steps"])
     assert found["one_process_s"] > 0 < found["ranks_s"]
-
-
-@needs_device
-@pytest.mark.thorough
-def test_plan_measures_a_training_by_the_smallest_device(tmp_path: Path) -> None:
-    config = LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path / "model")
-    sizes = [24 * 2**30, 12 * 2**30]
-    variables = cards(2, memory=",".join(f"{index}={size}" for index, size in enumerate(sizes)))
-    command = [*COMMAND, "plan", "--json", "--gpus", "1,2", SCRIPTS / "plan_me.py", tmp_path / "model", "lora"]
-    run = run_well(command, tmp_path, {**PLAIN, **variables})
-    found = json.loads(run.out)
-    assert [device["total_bytes"] for device in found["devices"]] == sizes
-    assert found["device_bytes"] == min(sizes)
-    assert all(row["fits"] for row in found["forecasts"])
 
 
 # A rank that is late, and then does not come.

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from examples.tiny_model import BOS, CHAT_TEMPLATE, EOS, PAD, build_tiny, topics
+from examples.tiny_model import build_tiny, topics
 
-__all__ = ["BOS", "CHAT_TEMPLATE", "EOS", "PAD", "build_tiny", "chat_rows", "preference_rows", "text_rows", "topics"]
+__all__ = ["build_tiny", "preference_rows", "text_rows", "topics"]
 
 
 def text_rows(n: int, *, max_words: int = 40, seed: int = 0) -> list[dict[str, str]]:
     """`{"text": ...}` rows of ragged lengths."""
     return [{"text": text} for text in topics(n, max_words=max_words, seed=seed)]
-
-
-def chat_rows(n: int, *, max_words: int = 40, seed: int = 0) -> list[dict[str, list[dict[str, str]]]]:
-    """`{"messages": [user, assistant]}` rows: the assistant continues what the user began."""
-    return [
-        {"messages": [{"role": "user", "content": start}, {"role": "assistant", "content": rest}]}
-        for start, rest in _halves(topics(n, max_words=max_words, seed=seed))
-    ]
 
 
 def preference_rows(n: int, *, max_words: int = 40, seed: int = 0) -> list[dict[str, str]]:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.step import FakeLap
 from unsloth_multigpu.deal.balance import _ASSUMED, _ASSUMED_ON_DEVICE, Balancer
 from unsloth_multigpu.deal.deal import Balance, deal_step
 from unsloth_multigpu.deal.plan import CostModel
@@ -131,10 +130,15 @@ def test_shape_of_the_model_gives_the_weight_of_attention(is_frozen, part):
     assert ours.balance.cost.attention == pytest.approx(part * 12 * 8 * 2 / (6 * 8 * 32))
 
 
+def lap(seconds):
+    """A measured micro-batch."""
+    return SimpleNamespace(seconds=lambda: seconds)
+
+
 def measured_steps(ours, count):
     """Steps in which each micro-batch took 10 microseconds a token and 20 tokens' time besides."""
     for _ in range(count):
-        ours._laps.extend((float(work), FakeLap((work + 20) * 1e-5)) for work in (50, 200, 900))
+        ours._laps.extend((float(work), lap((work + 20) * 1e-5)) for work in (50, 200, 900))
         ours.end_step()
 
 
@@ -203,7 +207,7 @@ class Device:
             for piece in share:
                 seconds = 1e-5 * self.time([piece], samples) * math.exp(self._drawn.gauss(0, self._noise))
                 if self.balancer.num_steps >= 2 and rank == 0:
-                    self.balancer._laps.append((piece.work, FakeLap(seconds)))
+                    self.balancer._laps.append((piece.work, lap(seconds)))
                 elif self.balancer.num_steps >= 2:
                     self._of_others.append((piece.work, seconds))
         self.balancer.end_step()

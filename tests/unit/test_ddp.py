@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.board import manager_of, session_of
-from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.options import MultiGPUConfig
+from tests.helpers.trainer import FakeAccelerator, FakeTrainer
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.ddp import DDPWrapping, uses_every_parameter
 from unsloth_multigpu.train.loop import Loop
@@ -149,6 +148,24 @@ def test_config_tells_parts_that_a_step_may_leave_out(name, changes, sure):
     assert uses_every_parameter(tiny(getattr(transformers, name)(**changes))) is sure
 
 
+class Accelerator(FakeAccelerator):
+    """Notes what it would give DDP; makes its settings only when it wraps the model, as of transformers 4."""
+
+    def prepare_model(self, model, device_placement=None, evaluation_mode=False):
+        self.told = copy.copy(self.ddp_handler)
+        # Without a process group no real one can be made.
+        return DistributedDataParallel.__new__(DistributedDataParallel)
+
+
+def wrap(model, accelerator, find_unused_parameters=None):
+    """What a `train()` does that wraps the model."""
+    trainer = FakeTrainer(model, ddp_find_unused_parameters=find_unused_parameters, device="cpu")
+    trainer.accelerator = accelerator
+    with Loop(trainer, [DDPWrapping(trainer, manager_of(None, 0, 2))]).steering():
+        accelerator.ddp_handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook="no")
+        return accelerator.prepare_model(model)
+
+
 @pytest.mark.parametrize(
     ("argument", "sure", "told"),
     [
@@ -159,54 +176,10 @@ def test_config_tells_parts_that_a_step_may_leave_out(name, changes, sure):
     ],
 )
 def test_ddp_is_told_once_the_model_is_known(argument, sure, told):
-    handler = told_by(MultiGPUConfig(), tiny(llama() if sure else None), argument)
-    assert handler.find_unused_parameters == told
-    assert handler.gradient_as_bucket_view is True
-
-
-class Accelerator:
-    """Notes what it would give DDP. `is_transformers_4`: the Trainer makes new settings just before."""
-
-    scaler = None
-
-    def __init__(self, handler, *, is_transformers_4=False):
-        self.ddp_handler = handler
-        self.is_transformers_4 = is_transformers_4
-        self.told = []
-        # Without a process group no real one can be made.
-        self.result = DistributedDataParallel.__new__(DistributedDataParallel)
-
-    def wrap_model(self, model):
-        if self.is_transformers_4:
-            self.ddp_handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook="no")
-        assert self.prepare_model(model, device_placement=True) is self.result
-
-    def prepare_model(self, model, device_placement):
-        assert device_placement
-        self.told.append(copy.copy(self.ddp_handler))
-        return self.result
-
-
-def wrap(config, model, accelerator, find_unused_parameters=None):
-    """What a `train()` does that wraps the model."""
-    trainer = FakeTrainer(model, ddp_find_unused_parameters=find_unused_parameters, device="cpu")
-    trainer.accelerator = accelerator
-    with Loop(trainer, [DDPWrapping(trainer, manager_of(None, 0, 2, config))]).steering():
-        accelerator.wrap_model(model)
-
-
-def told_by(config, model, find_unused_parameters=None, **other):
-    """The settings that accelerate reads when it makes DDP."""
-    handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook="no", comm_state_option={})
-    accelerator = Accelerator(**{"handler": handler, **other})
-    wrap(config, model, accelerator, find_unused_parameters)
-    (told,) = accelerator.told
-    return told
-
-
-def test_ddp_is_told_also_where_its_settings_are_made_late():
-    told = told_by(MultiGPUConfig(), tiny(llama()), is_transformers_4=True)
-    assert (told.gradient_as_bucket_view, told.find_unused_parameters) == (True, False)
+    accelerator = Accelerator()
+    wrap(tiny(llama() if sure else None), accelerator, argument)
+    assert accelerator.told.find_unused_parameters == told
+    assert accelerator.told.gradient_as_bucket_view is True
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
@@ -217,19 +190,16 @@ def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group, is_moved):
     model["head"] = torch.nn.Linear(2, 2).requires_grad_(False)
     model._ddp_params_and_buffers_to_ignore = ["head.bias"]
 
-    class Wrapping(Accelerator):
-        def prepare_model(self, model, device_placement):
+    class Wrapping(FakeAccelerator):
+        def prepare_model(self, model, device_placement=None, evaluation_mode=False):
             if is_moved:
                 model["embed"].to_empty(device="cpu")
-            self.result = DistributedDataParallel(model)
-            return self.result
+            return DistributedDataParallel(model)
 
-    accelerator = Wrapping(SimpleNamespace(find_unused_parameters=False, comm_hook="no"))
     if not is_moved:
         with pytest.raises(ValueError, match="must be on the same type of devices"):
-            accelerator.wrap_model(model)
-    wrap(MultiGPUConfig(), model, accelerator)
-    assert accelerator.result.parameters_to_ignore == {"head.bias", "embed.weight", "embed.bias"}
+            Wrapping().prepare_model(model)
+    assert wrap(model, Wrapping()).parameters_to_ignore == {"head.bias", "embed.weight", "embed.bias"}
     assert model._ddp_params_and_buffers_to_ignore == ["head.bias"]
 
 

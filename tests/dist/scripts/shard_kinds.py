@@ -79,29 +79,8 @@ def llava():
     return model, rows, {}
 
 
-class Layer(torch.nn.Linear):
-    """Is a group of its own."""
-
-
-class Own(torch.nn.Module):
-    _no_split_modules = ("Layer",)
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Layer(6, 6), Layer(6, 6)
-
-    def forward(self, x, labels):
-        return {"loss": ((self.second(torch.tanh(self.first(x))) - labels) ** 2).mean()}
-
-
 def numbers():
     return [{"x": torch.rand(6, generator=draw), "labels": torch.rand(6, generator=draw)} for _ in range(11)]
-
-
-def shared_layers():
-    model = Own()
-    model.second.weight = model.first.weight
-    return model, numbers(), {}
 
 
 def hooked():
