@@ -157,40 +157,41 @@ def test_count_is_that_of_a_real_step(kind: str, tmp_path: Path) -> None:
     assert found.peak == pytest.approx(real.peak, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["full padded", pytest.param("lora checkpointing", marks=pytest.mark.thorough)])
-def test_count_of_a_shared_sample_is_that_of_a_real_one(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SHARED, SHARDED = {"num_sharing": 2}, {"num_ranks": 2, "num_passes": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("full padded", SHARED),
+        pytest.param("lora checkpointing", SHARED, marks=pytest.mark.thorough),
+        ("lora", SHARDED),
+        pytest.param("full autocast checkpointing", SHARDED, marks=pytest.mark.thorough),
+    ],
+)
+def test_count_of_two_ranks_is_that_of_real_ones(
+    kind: str, options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They share each sample, or each has a part of the weights."""
+
     def trainer() -> Trainer:
         return trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind)
 
-    whole, found = counted(trainer()), counted(trainer(), num_sharing=2)
-    # As in the test of parts: what other ranks would send is what memory held.
-    monkeypatch.setattr(count, "fake_memory", ByteCounter)
-    real = counted(trainer(), num_sharing=2)
-
-    assert (found.weights, found.gradients, found.optimizer) == (whole.weights, whole.gradients, whole.optimizer)
-    assert found.peak - found.gradients < 0.75 * (whole.peak - whole.gradients)
-    assert found.peak == pytest.approx(real.peak, rel=0.01)
-
-
-@pytest.mark.parametrize("kind", [pytest.param("full autocast checkpointing", marks=pytest.mark.thorough), "lora"])
-def test_count_of_a_part_is_that_of_a_real_part(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind))
-    found = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind), num_ranks=2, num_passes=2)
-
+    whole, found = counted(trainer()), counted(trainer(), **options)
     # The same with values: the group sends nothing, and what is received is what memory held.
     monkeypatch.setattr(count, "fake_memory", ByteCounter)
-    real = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind), num_ranks=2, num_passes=2)
+    real = counted(trainer(), **options)
 
-    assert found.weights == pytest.approx(whole.weights / 2, rel=0.01)
-    assert found.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
-    assert found.gradients == pytest.approx(whole.gradients / 2, rel=0.01)
-    # Whole gradients of the first micro-batch, and gathered layers.
-    assert found.peak > whole.peak
     for name in ("weights", "divided", "gradients", "optimizer"):
         assert getattr(found, name) == getattr(real, name)
     assert found.peak == pytest.approx(real.peak, rel=0.01)
+    share = 0.5 if options == SHARDED else 1
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(found, name) == pytest.approx(share * getattr(whole, name), rel=0.01)
+    if options == SHARED:
+        assert found.peak - found.gradients < 0.75 * (whole.peak - whole.gradients)
+    else:  # Whole gradients of the first micro-batch, and gathered layers.
+        assert found.peak > whole.peak
 
 
 def test_experts_images_and_own_losses_are_counted(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from examples.tiny_model import build_tiny
+from tests.helpers import outcome
 from tests.helpers.injector import faults_in, records
 from tests.helpers.need import UNSLOTH
 from tests.helpers.run import ROOT, light, light_with_bits, run_python, run_well
@@ -59,10 +59,7 @@ def facts(out, job):
 
 
 def largest_difference(one, two, file="weights.safetensors"):
-    """Relative to the largest value of each tensor."""
-    one, two = load_file(one / file), load_file(two / file)
-    assert one.keys() == two.keys()
-    return max(float((one[n] - two[n]).abs().max() / one[n].abs().max()) for n in one)
+    return outcome.largest_difference(one / file, two / file, relative=True)
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,12 @@ def assert_trained_as_one(
     return [expected, *ranks]
 
 
-def largest_difference(first: Path, second: Path) -> float:
-    """Between two numbers in the same place of two files. NaN where one of them is NaN."""
+def largest_difference(first: Path, second: Path, *, relative: bool = False) -> float:
+    """Between two numbers in the same place of two files. NaN where one of them is NaN.
+
+    `relative`: to the largest value of each tensor of the first file.
+    """
     one, other = load_file(first), load_file(second)
     assert one.keys() == other.keys()
-    return float(torch.tensor([float((one[n] - other[n]).abs().max()) for n in one]).max())
+    scales = {name: one[name].abs().max() if relative else 1 for name in one}
+    return float(torch.tensor([float((one[n] - other[n]).abs().max() / scales[n]) for n in one]).max())
