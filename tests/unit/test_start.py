@@ -217,7 +217,8 @@ def test_work_before_the_line_is_named_with_its_cost(monkeypatch, caplog, kind):
     with pytest.raises(Ended):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
     (told,) = caplog.messages
-    assert "comes after the import of unsloth, work on a GPU, whose memory" in told
+    assert "comes after the import of unsloth, " in told
+    assert ", work on a GPU, whose memory this process keeps" in told
 
 
 @pytest.mark.usefixtures("started")
