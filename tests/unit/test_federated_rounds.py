@@ -1,5 +1,6 @@
 """Rounds over clients in this process: which strategies, who is drawn, what is aggregated, kept and resumed."""
 
+import dataclasses
 import gc
 import json
 import logging
@@ -244,6 +245,14 @@ def test_other_settings_are_refused_by_name(tmp_path):
         run(strategy, 2, output_dir=tmp_path, config={"lr": 0.1})
     with pytest.raises(ConfigError, match=r"num_rounds=1, but .*round-2.pt is already the state after round 2"):
         run(strategy, 1, output_dir=tmp_path)
+    training = make_training(strategy, 2, output_dir=tmp_path)
+    adapter = json.dumps({"name": "default", "config": {"lora_alpha": 16}})
+    training._known_start = dataclasses.replace(training._known_start, adapter_config=adapter)
+    with pytest.raises(ResumeError, match="was written with lora_alpha=None, this training has 16"):
+        training.run()
+    (tmp_path / "round-2.pt").write_bytes((tmp_path / "round-2.pt").read_bytes()[:500])
+    with pytest.raises(ResumeError, match=r"round-2.pt cannot be read: .*\n?.*Delete it"):
+        run(strategy, 2, output_dir=tmp_path)
 
 
 PRIVATE = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "num_sampled_clients": 3}

@@ -120,6 +120,14 @@ def describe_adapter(model: nn.Module) -> str:
     return json.dumps({"name": names[0], "config": config | {"inference_mode": True}})
 
 
+def adapter_settings(adapter_config: str) -> dict[str, str]:
+    """Returns what must be equal after a resume, as texts by name, from the result of `describe_adapter`."""
+    config = json.loads(adapter_config)["config"] if adapter_config else {}
+    config.pop("peft_version", None)
+    # PEFT writes sets of names as lists, in any order.
+    return {name: repr(sorted(value) if isinstance(value, list) else value) for name, value in config.items()}
+
+
 def frozen_factors(model: nn.Module, exchanged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns frozen factors A or B whose partner is trained. They are not exchanged, but saved with the adapter."""
     partners = {partner_of(name) for name in exchanged} - exchanged.keys()

@@ -126,7 +126,9 @@ class _MessageHandler:
             raise FederatedError(
                 f"evaluate_fn returned the loss {loss}.", hint="Check the client's data, and its training's loss."
             )
-        return self._reply(message, {"num-examples": num_examples, "loss": loss}, metrics, "evaluate_fn")
+        # A client without data may have a NaN loss. Its weight is 0, but 0 * NaN would make the mean NaN.
+        own = {"num-examples": num_examples, "loss": loss if num_examples else 0.0}
+        return self._reply(message, own, metrics, "evaluate_fn")
 
     def describe(self, message: Message, context: Context) -> Message:
         """Replies with the exchanged tensors of a newly built model, and the facts for `training.Start`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -192,6 +193,7 @@ class SavedRound:
         first_metrics: Metrics of the server's evaluation before the first round.
         strategy: Packed attributes of the strategy and of each wrapped one, see `pack_strategy`.
         facts: Settings that must be equal after a resume, as texts.
+        adapter: The same of the adapter, see `adapters.adapter_settings`.
     """
 
     arrays: ArrayRecord
@@ -199,6 +201,7 @@ class SavedRound:
     first_metrics: Mapping[str, Any]
     strategy: Sequence[Mapping[str, Any]]
     facts: Mapping[str, str]
+    adapter: Mapping[str, str]
 
     def restore(self, strategy: Strategy) -> None:
         """Restores the state after the round in `strategy`, which has the same classes."""
@@ -271,17 +274,17 @@ def read_round(file: Path, facts: Mapping[str, str], num_rounds: int) -> SavedRo
     """Reads a round of the training that resumes, with these settings and total number of rounds.
 
     Raises:
-        ResumeError: A setting differs.
+        ResumeError: A setting differs, or the file is damaged.
         ConfigError: The saved round is later than the last one.
     """
-    state = torch.load(file, weights_only=True)
-    number, stored = len(state["reports"]), state["facts"]
-    for name in [*stored, *facts]:
-        if stored.get(name) != facts.get(name):
-            raise ResumeError(
-                f"{file} was written with {name}={stored.get(name)}, this training has {facts.get(name)}.",
-                hint="Use the same settings, or another output_dir for a new training.",
-            )
+    try:
+        state = torch.load(file, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ResumeError(
+            f"{file} cannot be read: {error}", hint="Delete it to resume from the round before."
+        ) from error
+    refuse_difference(file, state["facts"], facts)
+    number = len(state["reports"])
     if number > num_rounds:
         raise ConfigError(
             f"num_rounds={num_rounds}, but {file} is already the state after round {number}.",
@@ -291,6 +294,16 @@ def read_round(file: Path, facts: Mapping[str, str], num_rounds: int) -> SavedRo
         report["devices"] = tuple(DeviceReport(**device) for device in report["devices"])
     reports = [RoundReport(**report) for report in state["reports"]]
     return SavedRound(**state | {"arrays": unpack(state["arrays"]), "reports": reports})
+
+
+def refuse_difference(file: Path, stored: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raises ResumeError if a setting of the saved round differs from this training's."""
+    for name in [*stored, *here]:
+        if stored.get(name) != here.get(name):
+            raise ResumeError(
+                f"{file} was written with {name}={stored.get(name)}, this training has {here.get(name)}.",
+                hint="Use the same settings, or another output_dir for a new training.",
+            )
 
 
 def pack_strategy(strategy: Strategy) -> tuple[list[dict[str, Any]], list[str]]:

@@ -22,7 +22,7 @@ from torch import nn
 
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError
-from unsloth_multigpu.federated.adapters import save_adapter
+from unsloth_multigpu.federated.adapters import adapter_settings, save_adapter
 from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
 from unsloth_multigpu.federated.client import ClientModel, client_seed, make_client_app, to_metrics
 from unsloth_multigpu.federated.flower_strategy import (
@@ -49,6 +49,7 @@ from unsloth_multigpu.federated.rounds import (
     open_folder,
     pack_strategy,
     read_round,
+    refuse_difference,
     write_round,
 )
 from unsloth_multigpu.federated.server import FitOptions, ServerOptions
@@ -255,7 +256,8 @@ class Training:
             if self._server.options.lora_aggregation == "project" and self.start.not_projectable:
                 raise _no_projection(self.start.not_projectable[0])
             self.arrays = self.start.arrays
-            if saved is not None:
+            if newest and saved:
+                refuse_difference(newest, saved.adapter, adapter_settings(self.start.adapter_config))
                 self.arrays, self._first_metrics = saved.arrays, saved.first_metrics
                 self._reports = list(saved.reports)
                 saved.restore(self._strategy)
@@ -355,8 +357,8 @@ class Training:
 
     def _save(self, folder: Path) -> None:
         packed, left_out = pack_strategy(self._strategy)
-        first = self._first_metrics or {}
-        write_round(folder, SavedRound(self.arrays, self._reports, first, packed, self._facts))
+        first, adapter = self._first_metrics or {}, adapter_settings(self.start.adapter_config)
+        write_round(folder, SavedRound(self.arrays, self._reports, first, packed, self._facts, adapter))
         if left_out and len(self._reports) == 1:
             _log.warning("not saved, so a resumed training starts with its initial value: %s", ", ".join(left_out))
 
