@@ -1,14 +1,13 @@
 """Which functions and classes of other libraries this package calls by name, with which arguments, and what they take.
 
 `collect` reads our syntax trees: imports and attribute chains become dotted names, and each call keeps its keywords.
-`describe` asks an installed library for the same
-names, and `problems` compares. Recorded for the oldest and the newest row of the matrix in signatures.json:
+`describe` asks an installed library for the same names, and `problems` compares. Recorded for the oldest and the newest row of the matrix in signatures.json:
 
     python -m tests.contract.signatures ROW      # in the row's environment; `make signatures` does it for both
 
 Not covered: methods of objects (`model.parameters()`), whose class a syntax tree does not tell; arguments of a dict
-behind `**`; functions of torch that are written in C and say nothing of their arguments (their names are); names in
-strings, as `getattr` takes them, which is how a feature is asked for.
+behind `**`, of `super()` and of `partial`; functions of torch that are written in C and say nothing of their arguments
+(their names are); names in strings, as `getattr` takes them, which is how a feature is asked for.
 """
 
 from __future__ import annotations

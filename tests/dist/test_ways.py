@@ -13,6 +13,7 @@ from unsloth_multigpu.errors import DivergenceError
 
 SCRIPT = Path(__file__).parent / "scripts" / "ways.py"
 TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}
+OVERRULED = "[rank 1] a callback of rank 1 has set control.should_save, and none of rank 0 did"
 
 
 UPLOADS = """
@@ -76,6 +77,9 @@ def test_rank_0s_control_counts_on_all_ranks_and_is_that_of_one_process(trained)
         "added": [["evaluate", 3], 8],
         "rank-1": [8],
     }
+    log = (two / "logs" / "rank_1.log").read_text()
+    # The clocks are no reason to warn: rank 0 decided the same, a step later or before.
+    assert log.count("none of rank 0 did") == log.count(OVERRULED) == 1
 
 
 def test_batch_options_change_the_number_of_steps(trained):
@@ -123,6 +127,7 @@ def test_ranks_that_step_by_themselves_act_on_rank_0s_decision_when_they_synchro
         "behind": [["save", 4], 8],
     }
     assert "should_save after step 2 waits for the next synchronization of the ranks" in run.err
+    assert OVERRULED in (tmp_path / "logs" / "rank_1.log").read_text()
 
 
 @pytest.mark.thorough

@@ -150,6 +150,18 @@ class OneDecision(Part):
         self._exchange = exchange
         self._is_log_due = False
         self._postponed = 0
+        # Flags that rank 0 has set so far, and those that this rank alone has set.
+        self._decided = self._overruled = 0
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Warns at the end about decisions that had no effect."""
+        yield
+        if lost := _names(self._overruled & ~self._decided):
+            fact = "a callback of rank %d has set control.%s, and none of rank 0 did: rank 0's decision counts"
+            logger.warning(fact + ". Let the callback decide alike on all ranks", self._manager.rank, lost)
+        if self._postponed:
+            logger.warning("%s came too late for another step", _names(self._postponed))
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._agree(Moment.STEP, control)
@@ -183,6 +195,8 @@ class OneDecision(Part):
             # All ranks reach this point: they have just computed, logged, evaluated or saved together.
             mine, self._postponed = mine | self._postponed, 0
             found = self._lead.follow(moment, mine, step)
+            self._decided |= found
+        self._overruled |= mine & ~found
         for i, name in enumerate(_FLAGS):
             setattr(control, name, bool(found >> i & 1))
         if moment in (Moment.STEP, Moment.EPOCH):
@@ -199,13 +213,16 @@ class OneDecision(Part):
 
     def _postpone(self, flags: int, step: int) -> None:
         if flags & ~self._postponed and self._manager.rank == 0:
-            names = ", ".join(name for i, name in enumerate(_FLAGS) if flags >> i & 1)
-            logger.info("%s after step %d waits for the next synchronization of the ranks", names, step)
+            logger.info("%s after step %d waits for the next synchronization of the ranks", _names(flags), step)
         self._postponed |= flags
 
 
 def _flags_of(control: Any) -> int:
     return sum(bool(getattr(control, name)) << i for i, name in enumerate(_FLAGS))
+
+
+def _names(flags: int) -> str:
+    return ", ".join(name for i, name in enumerate(_FLAGS) if flags >> i & 1)
 
 
 class Caught:
