@@ -1,7 +1,8 @@
 """Which functions and classes of other libraries this package calls by name, with which arguments, and what they take.
 
 `collect` reads our syntax trees: imports and attribute chains become dotted names, and each call keeps its keywords.
-`describe` asks an installed library for the same names, and `problems` compares. Recorded for the oldest and the newest row of the matrix in signatures.json:
+`describe` asks an installed library for the same names, and `problems` compares. Recorded for the oldest and the newest
+row of the matrix in signatures.json:
 
     python -m tests.contract.signatures ROW      # in the row's environment; `make signatures` does it for both
 
