@@ -1,11 +1,16 @@
 """What makes a checkpoint complete, which are deleted, and which one a training resumes from."""
 
+import hashlib
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.manifest import (
@@ -22,6 +27,7 @@ from unsloth_multigpu.checkpoint.manifest import (
 from unsloth_multigpu.checkpoint.resume import Resume, check_asked, find_newest, lost_weights
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import ResumeError, SaveError, SetupError
+from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange
 from unsloth_multigpu.seam import instance_attribute
@@ -62,8 +68,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-def test_all_is_on_the_disk_before_a_name_says_so_in_place_of_an_older_folder(tmp_path, monkeypatch):
-    make(tmp_path, 1, run_id="older")
+def test_all_is_on_the_disk_before_a_name_says_so(tmp_path, monkeypatch):
     done = []
 
     def noted(function, place):
@@ -89,16 +94,21 @@ def test_all_is_on_the_disk_before_a_name_says_so_in_place_of_an_older_folder(tm
         "rename checkpoint-1",
         "fsync .",
     ]
+
+
+def test_older_folder_is_replaced(tmp_path):
+    make(tmp_path, 1, run_id="older")
+    put_in_place(make(tmp_path / PART_FOLDER, 1), tmp_path / "checkpoint-1")
     assert sealed(tmp_path / "checkpoint-1").run_id == "run"
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
 def test_killed_saves_are_cleared_or_finished(tmp_path):
     parts = tmp_path / PART_FOLDER
-    make(parts, 1)  # Sealed; killed before it got its name, while the older one was removed.
-    (make(tmp_path, 1, run_id="older") / "optimizer.pt").unlink()
-    (make(parts, 2) / MANIFEST).unlink()  # Killed while it was written.
-    make(tmp_path, 2, run_id="older")
+    make(parts, 1)  # Sealed; killed before it got its name,
+    make(tmp_path, 1, run_id="older").rename(parts / "replaced-checkpoint-1")  # and after the older one was moved.
+    (make(parts, 2) / MANIFEST).unlink()  # Killed while it was written,
+    make(tmp_path, 2, run_id="older").rename(parts / "replaced-checkpoint-2")
     clear_parts(tmp_path)
     stored = {p.name: read_manifest(p) for p in tmp_path.iterdir()}
     assert {name: found and found.run_id for name, found in stored.items()} == {
@@ -115,7 +125,8 @@ def sealed(folder):
 def test_what_a_living_process_saves_is_left_alone(tmp_path):
     parts = tmp_path / PART_FOLDER
     (make(parts, 1) / MANIFEST).unlink()
-    make(parts, 2)  # It lacks its last rename only, which its process is about to make.
+    make(parts, 2)  # It lacks its last rename only, which its process is about to make,
+    make(tmp_path, 2, run_id="older").rename(parts / "replaced-checkpoint-2")  # having moved the older one.
     before = sorted(tmp_path.rglob("*"))
     with saving_in(tmp_path) as is_alone:
         assert is_alone
@@ -257,6 +268,12 @@ def test_training_does_not_resume_in_another_mode(tmp_path, how, stored, theirs,
     assert str(same.arguments["resume_from_checkpoint"]) == str(folder)
 
 
+def test_seeds_of_places_stay_those_that_checkpoints_were_trained_with():
+    for place in ((42, 0, 3), (0,), (2**40, 1, 0)):
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+        assert draw_seed(*place) == int.from_bytes(digest, "little") >> 1
+
+
 class Saving(FakeTrainer):
     """It saves after its third step."""
 
@@ -264,6 +281,7 @@ class Saving(FakeTrainer):
         super().__init__()
         self.folder, self.files = folder, files
         self.state.global_step, self.state.epoch = 3, 0.5
+        self.saved_draws = []
         self.saved_accumulation = 0
         self.args.gradient_accumulation_steps = 1  # As the loop has it.
         self.meanwhile = lambda: None
@@ -278,6 +296,7 @@ class Saving(FakeTrainer):
                 self.meanwhile()
             folder.mkdir(parents=True, exist_ok=True)  # As each part of the Trainer that writes does.
             (folder / name).write_bytes(b"content")
+        self.saved_draws = draws()
         self.saved_accumulation = self.args.gradient_accumulation_steps
         if not self.files:
             raise OSError(28, "No space left on device")
@@ -296,7 +315,7 @@ def checkpoints(trainer, rank):
     return Checkpoints(trainer, rank, steps, GradientExchange(trainer, rank), resume, HeartbeatPage(None, 0))
 
 
-NEEDED = ["trainer_state.json", "optimizer.pt"]
+NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]
 
 
 @pytest.mark.parametrize("missing", ["", *NEEDED])
@@ -308,6 +327,26 @@ def test_checkpoint_that_lacks_what_a_training_needs_is_none_to_go_on_from(tmp_p
     assert stored.is_resumable == (not missing)
     assert stored.files.keys() == files
     assert (trainer.saved_accumulation, trainer.args.gradient_accumulation_steps) == (4, 1)
+
+
+def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind(tmp_path):
+    trainer = Saving(tmp_path, *NEEDED)
+    ours = checkpoints(trainer, Rank())
+    rows = DataLoader(range(4))
+
+    def evaluate(*, saves):
+        for number, _ in enumerate(rows):
+            if number == 2 and saves:  # A signal has come.
+                draws()
+                ours._save(trainer.save, None)
+
+    with seeded_draws(3):
+        list(rows)
+        expected = draws()
+    for saves in (False, True):
+        with seeded_draws(3):
+            ours._evaluate(evaluate, saves=saves)
+            assert (trainer.saved_draws if saves else draws()) == expected
 
 
 def test_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
@@ -354,6 +393,10 @@ def test_trainer_that_saves_to_another_place_leaves_no_folder(tmp_path):
     checkpoints(trainer, Rank())._save(save, None)
     assert sealed(tmp_path / "checkpoint-3").files.keys() == {"optimizer.pt", "adapter/weights.bin"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-3", "mine"]
+
+
+def draws():
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(())), float(numpy.random.randn())]
 
 
 def loads(model, *missing):

@@ -27,6 +27,7 @@ logger = get_logger(__name__)
 MANIFEST = "unsloth_multigpu.json"
 # Checkpoints are written in this folder of the output folder, and renamed when they are complete.
 PART_FOLDER = "_unsloth_multigpu_part"
+_REPLACED = "replaced-"  # The older checkpoint of the same name, in that folder.
 _FORMAT = 2
 _CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -134,10 +135,13 @@ def checkpoints_in(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def put_in_place(part: Path, final: Path) -> None:
-    """Renames a sealed folder to its final name, in place of an older folder of that name."""
-    shutil.rmtree(final, ignore_errors=True)  # If the process is killed from here on, `settle` renames `part`.
+    """Renames a sealed folder to its final name, and then deletes an older folder of that name."""
+    older = part.with_name(_REPLACED + final.name)
+    if final.exists():
+        os.rename(final, older)
     os.rename(part, final)
     flush_folder(final.parent)
+    shutil.rmtree(older, ignore_errors=True)
     with suppress(OSError):  # Not empty.
         part.parent.rmdir()
 
@@ -167,20 +171,23 @@ def clear_parts(output_dir: Path) -> bool:
     if not parts.is_dir():
         return True
     with saving_in(output_dir) as is_alone:
-        for part in [*parts.iterdir()] if is_alone else ():
+        for name in {path.name.removeprefix(_REPLACED) for path in parts.iterdir()} if is_alone else ():
             try:
-                settle(part, output_dir / part.name)
+                settle(parts / name, output_dir / name)
             except OSError as error:  # It may be another user's.
-                logger.warning("the incomplete checkpoint %s cannot be removed: %s", part, error)
+                logger.warning("the incomplete checkpoint %s cannot be removed: %s", parts / name, error)
     return is_alone
 
 
 def settle(part: Path, final: Path) -> None:
     """Renames the checkpoint of an ended save if it is complete, else removes it. Requires the lock of `saving_in`."""
+    older = part.with_name(_REPLACED + part.name)
     if check(part) is None:
         put_in_place(part, final)
-        return
-    shutil.rmtree(part, ignore_errors=True)
+    elif older.exists() and not final.exists():
+        os.rename(older, final)
+    for path in (part, older):
+        shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):  # Not empty, or gone.
         part.parent.rmdir()
 

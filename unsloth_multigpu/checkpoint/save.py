@@ -18,7 +18,7 @@ from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.deal.sampler import StepLoader
 from unsloth_multigpu.errors import MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
+from unsloth_multigpu.group.random_state import device_in_use, draw_base_seed, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import GradientExchange, Override, Part, TrainerLike
 from unsloth_multigpu.seam import steered
@@ -78,8 +78,11 @@ class Checkpoints(Part):
         part = final.parent / PART_FOLDER / final.name
         pushes: list[Any] = []
         if self._before_evaluation is not None:
-            # Stopped in an evaluation. A resumed training repeats it, from the same random state.
+            # Stopped in an evaluation. A resumed training repeats it, from the same random state. One that a callback
+            # has started is not repeated: of its random numbers, those of the data loader's base seed are known.
             write_random_state(self._before_evaluation)
+            if not self.is_evaluation_due():
+                draw_base_seed()
         with self._claimed(part, final):
             # Barrier: before the folder is locked, another run may remove it.
             self.manager.gather_json(None)
@@ -141,7 +144,7 @@ class Checkpoints(Part):
             run_id=self.resume.context.run_id or "",
             step=state.global_step,
             world_size=self.manager.identity.world_size,
-            is_resumable=(part / _STATE_FILE).is_file() and any(any(part.glob(name)) for name in _OPTIMIZER_FILES),
+            is_resumable=(part / _STATE_FILE).is_file() and _has_optimizer(part) and _has_weights(part),
             facts=self.resume.facts,
             cursor=self._cursor(loader),
             is_sharded=self.resume.is_sharded,
@@ -182,6 +185,7 @@ class Checkpoints(Part):
             except BaseException as error:
                 free = _free_bytes(final.parent)  # Measured before the files are removed.
                 if is_locked:
+                    shutil.rmtree(part, ignore_errors=True)
                     settle(part, final)
                 from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 
@@ -217,6 +221,15 @@ def _listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Returns time and size of each file, to find changed files later."""
     stats = {p.relative_to(folder).as_posix(): p.stat() for p in folder.rglob("*") if p.is_file()}
     return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()}
+
+
+def _has_optimizer(folder: Path) -> bool:
+    return any(any(folder.glob(name)) for name in _OPTIMIZER_FILES)
+
+
+def _has_weights(folder: Path) -> bool:
+    names = {p.name for p in folder.rglob("*") if p.suffix in (".safetensors", ".bin", ".distcp")}
+    return bool(names - {"training_args.bin", "optimizer.bin"})
 
 
 def _move_changed(folder: Path, before: dict[str, tuple[int, int]], target: Path) -> None:

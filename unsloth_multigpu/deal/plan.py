@@ -153,15 +153,17 @@ def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, 
 
     Returns:
         `plan[rank][micro_batch]` = indices into `lengths`, the costliest micro-batch of a rank last, since its backward
-        pass hides the exchange of gradients best. Every index occurs once. A rank may be empty.
+        pass hides the exchange of gradients best. Every index occurs once. A rank is empty where samples are too few.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     work = [cost.row_work(length) for length in lengths]
-    plans = [[_cut(rows, lengths, cost, max_tokens, math.inf) for rows in _dealt(order, work, speeds)]]
+    plans = [[_cut(rows, lengths, cost, max_tokens, math.inf) for rows in _dealt(order, work, speeds, fills=True)]]
     load = sum(work) / sum(speeds) * min(speeds)
     for part in _GROUP_PARTS:
         groups = _cut(order, lengths, cost, max_tokens, part * load)
-        plans.append(_deal_groups(groups, lengths, speeds, cost))
+        dealt = _deal_groups(groups, lengths, speeds, cost)
+        # A rank without a sample would compute a filler, and its speed would not be measured any more.
+        plans += [dealt] if all(dealt) else []
     fastest = min(plans, key=lambda plan: step_time(plan, lengths, speeds, cost))
     return [sorted(share, key=lambda rows: cost.of([lengths[i] for i in rows])) for share in fastest]
 
@@ -239,12 +241,18 @@ def _deal_groups(
     return [[groups[g] for g in share] for share in _dealt(order, costs, speeds)]
 
 
-def _dealt(order: Sequence[int], work: Sequence[float], speeds: Sequence[float]) -> MicroBatches:
-    """Gives each item, in order, to the rank that would finish it first."""
+def _dealt(
+    order: Sequence[int], work: Sequence[float], speeds: Sequence[float], *, fills: bool = False
+) -> MicroBatches:
+    """Gives each item, in order, to the rank that would finish it first; `fills`: every rank gets one if possible."""
     shares: MicroBatches = [[] for _ in speeds]
     loads = [0.0] * len(speeds)
-    for i in order:
-        rank = min(range(len(loads)), key=lambda r: (loads[r] + work[i]) / speeds[r])
+    for num_left, i in zip(range(len(order), 0, -1), order, strict=True):
+        empty = [rank for rank, share in enumerate(shares) if not share] if fills else []
+        if empty and num_left <= len(empty):
+            rank = max(empty, key=lambda r: speeds[r])
+        else:
+            rank = min(range(len(loads)), key=lambda r: (loads[r] + work[i]) / speeds[r])
         loads[rank] += work[i]
         shares[rank].append(i)
     return shares

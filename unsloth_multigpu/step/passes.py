@@ -335,9 +335,14 @@ def take(trainer: TrainerLike, step: Step, given: Sequence[Any], batches: Sequen
             hint="Return one for each that it takes from epoch_iterator, or use global_batch='scale'.",
         )
     for micro_batch, before, batch in zip(step.micro_batches, given, batches, strict=True):
-        # Otherwise its labels were taken out, since they are counted elsewhere: a mean over no labels is not a number.
-        if before is micro_batch.inputs:
-            micro_batch.inputs = batch
+        labelled = micro_batch.inputs
+        if batch is before:
+            continue
+        micro_batch.inputs = batch
+        if before is not labelled and isinstance(batch, Mapping) and isinstance(before, Mapping):
+            # A mean over no labels is not a number: a filler has them, and its share is zero.
+            kept = {n: labelled[n] for n, v in before.items() if v is not labelled[n] and batch.get(n) is v}
+            micro_batch.inputs = {**batch, **kept}
 
 
 def free_rows(inputs: Sequence[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import math
 import operator
 import random
 import types
@@ -243,7 +244,7 @@ def numbers_of(trainer: TrainerLike) -> dict[str, float]:
     """Returns the numbers that a script keeps on its trainer, by name, without those of libraries."""
     cls: type = type(trainer)
     own = {name: value for name, value in vars(trainer).items() if name not in _names_of_libraries(cls)}
-    return {f"{cls.__name__}.{name}": value for name, value in own.items() if isinstance(value, (int, float))}
+    return {f"{cls.__name__}.{n}": v for n, v in own.items() if isinstance(v, (int, float)) and not math.isnan(v)}
 
 
 @functools.cache

@@ -37,7 +37,9 @@ def not_finite(
     # Of a gradient that is divided among the ranks, this rank's part.
     gradients = [(name, part_of(p.grad)) for name, p in trainer.model.named_parameters() if p.grad is not None]
     names = [name for name, gradient in gradients if not values_of(gradient).isfinite().all()]
-    return f"{fact}, not so the gradient of {listed(names, _MAX_NAMED)}" if names else fact
+    if names:
+        return f"{fact}, not so the gradient of {listed(names, _MAX_NAMED)}"
+    return fact if has_shards(trainer.model) else f"{fact}, and its sum of squares overflows"
 
 
 def explain_memory(

@@ -68,7 +68,8 @@ class Progress(Part):
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # The loop then loads the states that a checkpoint has, which may be of fewer ranks.
-        if (rank := self.manager.identity.rank) > 0:
+        rank = self.manager.identity.rank
+        if rank > 0 or state.global_step > 0:
             seed_all(args.seed + rank + state.global_step)
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:

@@ -168,7 +168,9 @@ def find_runs() -> list[Run]:
     """Returns this user's runs on this machine or container whose supervisor is alive, the newest first."""
     runs = [read_run(path) for path in find_private_dirs()]
     alive = [run for run in runs if run is not None and run.state() != "over"]
-    return sorted({run.pid: run for run in alive}.values(), key=lambda run: run.begin_s, reverse=True)
+    # A process id may be reused: of two runs with one, the newer is alive.
+    newest = {run.pid: run for run in sorted(alive, key=lambda run: run.begin_s)}
+    return [*newest.values()][::-1]
 
 
 def read_run(folder: Path) -> Run | None:
