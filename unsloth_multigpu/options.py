@@ -264,7 +264,10 @@ def _sources(environment: Mapping[str, str] | None) -> Iterator[tuple[str, str, 
 
 def _find_pyproject() -> Path | None:
     """Returns the pyproject.toml of the working folder or the nearest folder above it; None without one."""
-    folder = Path.cwd()
+    try:
+        folder = Path.cwd()
+    except FileNotFoundError:  # The working folder was removed.
+        return None
     files = (place / "pyproject.toml" for place in (folder, *folder.parents))
     # Unlike `Path.is_file`, it does not raise if a folder above is not readable.
     return next((file for file in files if os.path.isfile(file)), None)

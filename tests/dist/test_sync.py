@@ -87,6 +87,10 @@ def test_gradient_scaler_skips_a_step_on_all_ranks_of_a_parameter_server(ranks):
     assert [facts["scaled"]["num_states"] for facts in ranks] == [6, 1, 1]
 
 
+def test_sparse_gradient_is_refused(ranks):
+    assert all("0.weight has a sparse gradient" in facts["sparse"] for facts in ranks)
+
+
 @pytest.mark.parametrize("run", ["local_1", "diloco_1"])
 def test_meeting_after_each_step_of_sgd_equals_ddp(ranks, run):
     assert largest_difference(ranks[0][run], ranks[0]["ddp_sgd"]) < CLOSE

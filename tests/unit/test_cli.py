@@ -131,6 +131,7 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         (["verify"], "verify: no script was given.\nHint: "),
         (["verify", "--steps", "0", "train.py"], "steps=0; expected a whole number of at least 1"),
         (["verify", "--num-gpus", "1", "--device", "cpu", "train.py"], "this would be one rank"),
+        (["run", "."], "'.' is a folder; expected a script"),
         (["doctor", "--num-gpus", "-1"], "num_gpus=-1; expected a whole number of at least 1"),
     ],
 )

@@ -40,6 +40,8 @@ def find_program(program: Sequence[str], command: str) -> list[str]:
     name, *arguments = program
     if name == "-m" and _LAUNCHER_MODULES.fullmatch(arguments[0]):
         raise _starts_processes(arguments[0], command)
+    if name != "-m" and Path(name).is_dir():
+        raise ConfigError(f"{command}: {name!r} is a folder; expected a script.", hint="A package is run with -m.")
     is_here = Path(name).exists()
     if name == "-m" or (is_here and (os.sep not in name or name.endswith(".py"))):
         return list(program)

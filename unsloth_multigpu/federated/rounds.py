@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pickle
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +23,11 @@ from flwr.serverapp.strategy import Result, Strategy
 from unsloth_multigpu.checkpoint.manifest import flush_folder
 from unsloth_multigpu.errors import ConfigError, ResumeError
 from unsloth_multigpu.federated.flower_strategy import layers_of
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.process import try_lock
 from unsloth_multigpu.words import aligned
 
+_log = get_logger(__name__)
 # Metrics of Flower's records: numbers or lists of numbers by name.
 Metrics = Mapping[str, Any]
 _JSON_LINES = "rounds.jsonl"
@@ -241,7 +243,18 @@ def open_folder(output_dir: Path | None, resume: str | None) -> Iterator[Path | 
                 f"output_dir={str(output_dir)!r} has {rounds[-1].name} of an earlier training.",
                 hint="resume='auto' resumes from it; for a new training choose another output_dir or delete this one.",
             )
-        yield rounds[-1] if rounds else None
+        yield next(filter(_is_intact, reversed(rounds)), None)
+
+
+def _is_intact(file: Path) -> bool:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except (OSError, zipfile.BadZipFile) as error:
+        damaged = str(error)
+    if damaged is not None:
+        _log.warning("%s is skipped, because it is damaged: %s", file, damaged)
+    return damaged is None
 
 
 def rounds_in(output_dir: Path) -> list[Path]:
@@ -274,15 +287,10 @@ def read_round(file: Path, facts: Mapping[str, str], num_rounds: int) -> SavedRo
     """Reads a round of the training that resumes, with these settings and total number of rounds.
 
     Raises:
-        ResumeError: A setting differs, or the file is damaged.
+        ResumeError: A setting differs.
         ConfigError: The saved round is later than the last one.
     """
-    try:
-        state = torch.load(file, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ResumeError(
-            f"{file} cannot be read: {error}", hint="Delete it to resume from the round before."
-        ) from error
+    state = torch.load(file, weights_only=True)
     refuse_difference(file, state["facts"], facts)
     number = len(state["reports"])
     if number > num_rounds:

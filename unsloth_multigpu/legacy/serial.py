@@ -239,11 +239,13 @@ def _refuse_what_cannot_work(trainer: TrainerLike, devices: Sequence[torch.devic
     authors = [c for c in type(trainer).__mro__ if c.__module__.startswith(("trl.", "unsloth", "Unsloth"))]
     losses = [c.__name__.removeprefix("_Unsloth") for c in authors if "compute_loss" in vars(c)]
     places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # torch's, inside accelerate's.
     problems = {
         "a Trainer of a distributed run, or of nn.DataParallel": args.n_gpu > 1
         or str(trainer.accelerator.distributed_type.value) != "NO",
         "auto_find_batch_size=True": args.auto_find_batch_size,
-        "a schedule-free optimizer, which keeps other weights for an evaluation": "schedule_free" in args.optim,
+        "a schedule-free optimizer, which keeps other weights for an evaluation": "schedule_free" in args.optim
+        or callable(getattr(optimizer, "train", None)),
         "a trainer that generates its samples": hasattr(args, "steps_per_generation"),
         f"{type(trainer).__name__}, whose rows belong together": any(name != "SFTTrainer" for name in losses),
         "a mixture of experts with a router's loss, which depends on the whole micro-batch": has_router_loss(trainer),

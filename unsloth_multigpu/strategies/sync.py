@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import all_reduce_bytes, num_bytes
 from unsloth_multigpu.strategy import DiLoCo, LocalSGD, Strategy
 
@@ -96,10 +97,16 @@ class GradientSync:
         """Returns the gradients that at least one rank has, in the order of `parameters`; zeros if this rank has none.
 
         A gradient that no rank has stays None, so that no optimizer decays an unused weight. Collective: one byte for
-        each parameter.
+        each parameter. Raises SetupError for a sparse gradient.
         """
         if not self.parameters:
             return []
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise SetupError(
+                    f"{name} has a sparse gradient, which {type(self).__name__} does not send.",
+                    hint="Use strategy='ddp', or build its layer with sparse=False.",
+                )
         has_gradient = [p.grad is not None for p in self.parameters]
         seen = torch.tensor(has_gradient, dtype=torch.uint8, device=self.parameters[0].device)
         self.exchange([seen], lambda flat: self._all_reduce(flat, dist.ReduceOp.MAX))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.replicas import tensor_hashes
 from unsloth_multigpu.strategies.sync import AllReduceSync, DiLoCoSync, LocalSGDSync, ParameterServerSync
 from unsloth_multigpu.strategy import DiLoCo, LocalSGD
@@ -221,6 +222,17 @@ def scaled(make_optimizer) -> dict:
     return {"scales": scales, "seen": seen, "num_states": len(optimizer.state)}
 
 
+def sparse() -> str:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    sync = AllReduceSync(model, sgd(model))
+    model(torch.tensor([RANK])).sum().backward()
+    try:
+        sync.after_backward()
+    except SetupError as error:
+        return str(error)
+    return "no error"
+
+
 if __name__ == "__main__":
     dist.init_process_group(
         "gloo",
@@ -234,6 +246,7 @@ if __name__ == "__main__":
         **local(),
         "half": half_precision(),
         "scaled": scaled(adamw),
+        "sparse": sparse(),
     }
     Path(f"facts_{RANK}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()  # Its threads must not run while the process ends.
