@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from tests.helpers import need
-from tests.helpers.run import finish, orphans, run_python, start, wait_until
+from tests.helpers.run import finish, hide, orphans, run_python, start, wait_until
 from unsloth_multigpu.tools.probe import run_probe
 from unsloth_multigpu.versions import SUPPORTED
 
@@ -41,7 +41,8 @@ def plant_fault(folder, fault) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_doctor_finds_this_machine_ready(tmp_path):
-    run = run_python([*DOCTOR, "--json"], tmp_path)
+    # IPython is of the extra `notebook`.
+    run = run_python([*DOCTOR, "--json"], tmp_path, hide("IPython"))
     result = json.loads(run.out)
     known = [("imports", "unsloth")] if need.UNSLOTH_ASKS_FOR_GPU else []
     failed = [row for row in result["rows"] if row["state"] == "FAIL"]

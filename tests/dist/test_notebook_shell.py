@@ -121,6 +121,7 @@ def test_requests_of_a_front_end_are_none_of_the_workers(notebook: NotebookRun) 
     viewer = "def shown(value): return type(value).__name__\nprint(shown(total), rank)\ndel shown"
     assert well(notebook.hidden(viewer)) == "function 0"
     assert well(notebook.hidden("!echo [$RANK]")) == "[]"
+    well(notebook.silent("silent_name = 1"))
     for source, error in (("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError"), ("%nothing", "UsageError")):
         assert notebook.hidden(source).error == error
     # Two while a cell runs, with what the user's typing asks for.
@@ -134,7 +135,7 @@ def test_requests_of_a_front_end_are_none_of_the_workers(notebook: NotebookRun) 
         ("", "ValueError"),
     ]
     assert [notebook.reply(request)["status"] for request in asked] == ["ok", "ok"]
-    assert well(notebook.run("total('shown' in globals()), total(1)")) == "(0.0, 2.0)"
+    assert well(notebook.run("total('silent_name' in globals()), total('shown' in globals())")) == "(1.0, 0.0)"
     assert "shown(total)" not in (notebook.folder / "own_logs" / "rank_1.log").read_text()
 
 
@@ -180,6 +181,7 @@ def test_stop_as_other_front_ends_send_it(notebook: NotebookRun, interrupt: Call
     [
         ("!echo from {rank}; exit 3\ntotal(_exit_code)", "from 0\n6.0"),
         ("x = !echo one; echo two\nx, x.s, total(len(x))", "(['one', 'two'], 'one two', 4.0)"),
+        ("x = %sx echo one\nx, total(len(x))", "(['one'], 2.0)"),
         ("def f(rank):\n    x = !echo {rank}\n    return x\nf('local'), total(len(f('b')))", "(['local'], 2.0)"),
         ("%%bash\necho [$RANK$WORLD_SIZE$UNSLOTH_MULTIGPU_RUN_DIR$MASTER_ADDR$PYTHONHASHSEED]", "[]"),
         ("import sys\n!{sys.executable} -c 'import os; print(os.environ.get(\"RANK\"))'", "None"),
@@ -200,6 +202,9 @@ def test_stop_as_other_front_ends_send_it(notebook: NotebookRun, interrupt: Call
         ("named_by_line.stdout", "'found\\n'"),
         ("%env FOO=bar\n%cd -q ..\nimport os\ntotal(os.environ['FOO'] == 'bar')", "env: FOO=bar\n2.0"),
         ("%config InlineBackend.figure_format = 'svg'", ""),
+        ("class Tee:\n    def __init__(self, to): self.to, self.write, self.flush = to, to.write, to.flush", ""),
+        ("import sys\nsys.stdout = Tee(sys.stdout)", ""),
+        ("sys.stdout = sys.stdout.to\ntotal(1)", "2.0"),
         ("display({'a': 1})", "{'a': 1}"),
         ("import asyncio\nawait asyncio.sleep(0.01)\ntotal(1)", "2.0"),
         ("len?", ""),

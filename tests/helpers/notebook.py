@@ -89,6 +89,10 @@ class NotebookRun:
         """Runs code of a front end's own, which is no cell."""
         return self.finish(self.begin_hidden(source), timeout_s)
 
+    def silent(self, source: str, timeout_s: float = 60.0) -> CellResult:
+        """Runs code as `client.execute(source, silent=True)` does, which is no cell either."""
+        return self.finish(self._execute(source, store_history=True, silent=True), timeout_s)
+
     def begin_hidden(self, source: str, subshell: str | None = None) -> str:
         """Begins code of a front end's own, in a subshell where one is named; give what it returns to `finish`."""
         return self._execute(source, store_history=False, header={"subshell_id": subshell} if subshell else {})
@@ -98,10 +102,11 @@ class NotebookRun:
         source: str,
         *,
         store_history: bool,
+        silent: bool = False,
         metadata: Mapping[str, Any] | None = None,
         header: Mapping[str, Any] | None = None,
     ) -> str:
-        content = {"code": source, "silent": False, "store_history": store_history, "user_expressions": {}}
+        content = {"code": source, "silent": silent, "store_history": store_history, "user_expressions": {}}
         content |= {"allow_stdin": True, "stop_on_error": False}
         message = self.client.session.msg("execute_request", content, metadata=dict(metadata or {}))
         message["header"].update(header or {})

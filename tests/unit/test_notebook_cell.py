@@ -15,6 +15,7 @@ from unsloth_multigpu.notebook.kernel_share import is_rank_0_magic, read_ranks
         ("line", "pip", "IPython.core.magics.packaging", True),
         ("line", "cd", "IPython.core.magics.osm", False),
         ("line", "time", "IPython.core.magics.execution", False),
+        ("line", "sx", "IPython.core.magics.osm", False),
         ("line", "timeit", "IPython.core.magics.execution", True),
         ("line", "named_by_the_user", "IPython.core.alias", True),
         ("cell", "bash", "IPython.core.magics.script", True),

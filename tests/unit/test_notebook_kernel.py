@@ -19,7 +19,7 @@ from unsloth_multigpu.errors import ConfigError, DistributedError, LaunchError, 
 from unsloth_multigpu.notebook import kernel as kernel_module
 from unsloth_multigpu.notebook.kernel import Cell, Channel, Kernel, WorkerProcess
 from unsloth_multigpu.notebook.kernel_share import Receiver
-from unsloth_multigpu.notebook.kernel_start import check_kernel
+from unsloth_multigpu.notebook.kernel_start import check_kernel, open_notebook
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
 from unsloth_multigpu.notebook.worker import Worker
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
@@ -103,6 +103,20 @@ def test_worker_that_reads_nothing_is_killed(start_worker, monkeypatch):
 def test_wait_for_a_worker_has_a_limit(kernel):
     with pytest.raises(LaunchError, match=r"running an earlier cell again took rank\(s\) \[1\] longer than 0.1 s"):
         kernel.replay("x = 1", 0.1)
+
+
+def test_a_call_that_a_replayed_cell_does_not_reach_is_asked_for_in_a_cell():
+    ended = {1: {"error": "", "traceback": ""}}
+    worker = SimpleNamespace(rank=1, exit_code=None, ended=ended, send=lambda *_, **__: None)
+    with pytest.raises(DistributedError, match=r"it has not come to that call\.\nx = 1\n") as caught:
+        Kernel([worker], lambda: -1).replay("x = 1", 1.0, has_line=True)
+    assert "Call enable_multi_gpu() in a cell, not in a callback." in caught.value.hint
+
+
+def test_a_forked_child_does_not_send_its_signals_to_the_kernel(kernel):
+    if (pid := os.fork()) == 0:
+        os._exit(signal.set_wakeup_fd(-1) != -1)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_stop_while_nothing_may_be_raised_comes_afterwards(kernel):
@@ -209,6 +223,9 @@ def test_kernel_with_a_model_and_a_call_from_a_thread_are_refused(monkeypatch):
         check(replay=False)
     check(replay=True)
     del model
+    shell = SimpleNamespace(history_manager=SimpleNamespace(input_hist_parsed=[""]))
+    with pytest.raises(SetupError, match=r"before the first cell.*\n.*Call it in a cell"):
+        open_notebook(MultiGPUConfig(), 2, None, shell, replay=True, had_workers=False)
 
 
 def test_interrupt_that_comes_late_ends_no_other_cell():

@@ -1,5 +1,6 @@
 """The shell of a notebook's rank 0, over a real IPython shell and a kernel without workers."""
 
+import asyncio
 import builtins
 import sys
 import types
@@ -90,6 +91,42 @@ def test_a_front_ends_own_handler_of_errors_is_asked_and_comes_back(rank_0):
     rank_0.steering.close()
     rank_0.shell.run_cell("import no_such_module")
     assert handled == [ModuleNotFoundError] * 2
+
+
+def fails(*_args, **_kwargs):
+    raise OSError("not of the user's code")
+
+
+def test_an_error_before_the_cell_is_its_result(rank_0, monkeypatch):
+    monkeypatch.setattr("unsloth_multigpu.notebook.shell.prompts_answered", fails)
+    code = "reached = 1; await asyncio.sleep(0)"
+    own = asyncio.run(rank_0.shell.run_cell_async(code, store_history=True, transformed_cell=code))
+    for result in (own, rank_0.run("reached = 1")):
+        assert isinstance(result.error_before_exec, OSError)
+    assert [type(error) for error in rank_0.kernel.finished] == [OSError] * 2
+    assert [type(error) for error in rank_0.shown] == [OSError] * 2
+    assert rank_0.kernel.cell is None
+    assert "reached" not in rank_0.shell.user_ns
+
+
+def test_an_error_of_ipython_itself_is_the_cells(rank_0, monkeypatch):
+    monkeypatch.setattr(rank_0.shell.logger, "log", fails)
+    assert isinstance(rank_0.run("1").error_in_exec, OSError)
+    assert [type(error) for error in rank_0.kernel.finished] == [OSError]
+
+
+def test_a_silent_request_is_no_cell_of_all_ranks(rank_0):
+    assert rank_0.shell.run_cell("made = 1", store_history=True, silent=True).success
+    assert rank_0.shell.user_ns["made"] == 1
+    assert rank_0.kernel.states[1:] == []
+
+
+def test_a_nested_cell_does_not_end_the_cell_of_the_line(rank_0):
+    rank_0.steering.close()
+    rank_0.shell.user_ns["rank_0"] = rank_0
+    rank_0.run("rank_0.steering.open('', 1)\nrank_0.run('2')\nis_running = rank_0.kernel.cell is not None\n")
+    assert rank_0.shell.user_ns["is_running"]
+    assert (rank_0.kernel.cell, rank_0.kernel.finished) == (None, [None])
 
 
 def test_a_token_is_told_to_nobody():

@@ -208,11 +208,12 @@ class Kernel:
         for worker in filter(has_ended, self.workers):
             message = worker.ended[cell_number]
             if message["error"] or has_line:
+                place = "the first cell, and restart the kernel" if message["error"] else "a cell, not in a callback"
                 raise DistributedError(
                     f"Code from before enable_multi_gpu() failed on rank {worker.rank}: "
                     f"{message['error'] or 'it has not come to that call.'}\n"
                     f"{source.strip()[:500]}\n{message['traceback']}",
-                    hint="Call enable_multi_gpu() in the first cell, and restart the kernel.",
+                    hint=f"Call enable_multi_gpu() in {place}.",
                 )
 
     def begin(

@@ -17,9 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from IPython.core.error import UsageError
-from IPython.utils.text import LSString, SList
-
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.group.outcome import error_of, failure
 from unsloth_multigpu.launch.pulse import last_collective
@@ -28,16 +25,16 @@ from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.seam import instance_attribute
 
 # Magics that change the machine, ask the user, measure, or use the front end. Only rank 0 runs them, and what they run
-# does not see the variables of a rank.
+# does not see the variables of a rank. %sx and its like return what `getoutput` does, which all ranks call.
 _RANK_0_CELL_MAGICS = """
-! bash bigquery cmd file html javascript js latex markdown memit mprun perl pypy python2 ruby script sh shell sql svg
-sx system timeit writefile
+bash bigquery cmd file html javascript js latex markdown memit mprun perl pypy python2 ruby script sh shell sql svg
+timeit writefile
 """
 _RANK_0_LINE_MAGICS = """
 autosave bookmark cat clear conda config connect_info cp debug doctest_mode ed edit gui history killbgscripts ldir less
 lf lk ll load loadpy logstart logstop ls lsmagic lx magic mamba man matplotlib memit micromamba mkdir more mprun mv
 notebook page pastebin pdb pdoc pfile pinfo pinfo2 pip psearch psource pycat qtconsole quickref ranks recall rep rm
-rmdir save sc shell store subshell sx system tb tensorboard timeit uv
+rmdir save sc shell store subshell tb tensorboard timeit uv
 """
 # These read the history of the shell, which only rank 0 has.
 _HISTORY_MAGICS = frozenset({"macro", "rerun"})
@@ -253,6 +250,8 @@ def _plain(value: Any) -> Any:
 
 def like_ipython(output: Any) -> Any:
     """Converts the output of a command or magic to IPython's types, which have `x.s`, `x.l` and so on."""
+    from IPython.utils.text import LSString, SList
+
     return SList(output) if isinstance(output, list) else LSString(output) if isinstance(output, str) else output
 
 
@@ -300,6 +299,8 @@ def done_by_rank_0(shell: Any, sharer: Sharer, variables_before: Mapping[str, st
     `sharer` sends the results on rank 0, and waits for them on other ranks. Programs that are started see
     `variables_before`, without those of a rank.
     """
+    from IPython.core.error import UsageError
+
     start, read = shell.system, shell.getoutput
     line_magic, cell_magic = shell.run_line_magic, shell.run_cell_magic
     expand, local_scope = type(shell).var_expand, type(shell).get_local_scope
@@ -374,6 +375,8 @@ def _once(make: Callable[..., Any], name: str, original: Callable[..., Any], /, 
 
 def read_ranks(text: str, num_ranks: int) -> frozenset[int]:
     """Parses the ranks after %%rank: "0", "0,2" or "all"."""
+    from IPython.core.error import UsageError
+
     if text.strip() == "all":
         return frozenset(range(num_ranks))
     parts = [part.strip() for part in text.split(",")]

@@ -73,11 +73,13 @@ def open_notebook(
     kernel was rank 0 before.
 
     Raises:
-        SetupError: The kernel has objects that were made for one process.
+        SetupError: The kernel has objects that were made for one process, or has run no cell.
         DistributedError: A worker could not start, or an earlier cell failed on it.
     """
     check_kernel(config, num_ranks, replay=replay, had_workers=had_workers)
     cells = shell.history_manager.input_hist_parsed[1:]
+    if not cells:
+        raise SetupError("enable_multi_gpu() was called before the first cell.", hint="Call it in a cell.")
     begin_s = time.monotonic()
     with ExitStack() as stack:
         notebook = Notebook(config, num_ranks, shell, stack)

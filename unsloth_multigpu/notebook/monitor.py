@@ -6,11 +6,13 @@ Imported inside functions only.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import select
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -69,6 +71,8 @@ class Monitor:
             stack.callback(self._end_thread)
             self._stack = stack.pop_all()
         kernel.attend = self.attend
+        # This cannot be unregistered, so it gets a weak reference.
+        os.register_at_fork(after_in_child=functools.partial(_leave_signals, weakref.ref(self)))
 
     def close(self) -> None:
         """Ends the thread and restores the signals."""
@@ -250,6 +254,12 @@ class Monitor:
             hint=f"If the rank was only slow, raise hang_timeout_s={self._hang_timeout_s:g}.",
         )
         cell.fail("hung", error)
+
+
+def _leave_signals(monitor: weakref.ref[Monitor]) -> None:
+    """Called in a forked child: a signal of the child is none of the kernel."""
+    if monitor() is not None:
+        signal.set_wakeup_fd(-1)
 
 
 def _is_taken() -> bool:

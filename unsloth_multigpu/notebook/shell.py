@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -61,10 +62,13 @@ class KernelShell:
         self._num_inner = 0
         # Error of a nested cell that was shown. It may be raised again.
         self._inner_error: BaseException | None = None
+        # Source of the cell in which the hooks were installed.
+        self._first_cell = ""
 
     def open(self, source: str, execution_count: int) -> None:
         """Installs the hooks, and begins the rest of the current cell on the other ranks. Arguments: see `_begin`."""
         shell = self._shell
+        self._first_cell = shell.history_manager.input_hist_raw[-1]
         self._stack.callback(setattr, self._kernel, "cell", None)
         self._stack.enter_context(instance_attribute(shell, "run_cell_async", self._steered(shell.run_cell_async)))
         shell.events.register("post_run_cell", self._end_first)
@@ -96,6 +100,16 @@ class KernelShell:
         self._prompts.close()
         self._prompts.enter_context(prompts_answered(self.publisher.make))
 
+    def _try_to_begin(self, source: str) -> dict[str, Any]:
+        """Begins a cell. After an error, returns arguments with which IPython shows it and does not run the cell."""
+        try:
+            with self._kernel.undisturbed():
+                self._num_inner = 0
+                self._begin(source, self._shell.execution_count)
+        except BaseException:  # noqa: BLE001  # Raised in an async cell, it would end the request without a reply.
+            return {"preprocessing_exc_tuple": sys.exc_info()}
+        return {}
+
     def _task_of(self, source: str) -> asyncio.Task[Any] | None:
         """Returns the asyncio task of an async cell, else None."""
         if "await" not in source and "async" not in source:
@@ -110,23 +124,27 @@ class KernelShell:
         """Returns a replacement of the shell's method, which runs a cell, and a nested one within it."""
 
         @functools.wraps(original)
-        async def run_cell_async(raw_cell: str, store_history: bool = False, *args: Any, **kwargs: Any) -> Any:
+        async def run_cell_async(
+            raw_cell: str, store_history: bool = False, silent: bool = False, *args: Any, **kwargs: Any
+        ) -> Any:
+            run = functools.partial(original, raw_cell, store_history, silent, *args, **kwargs)
             is_inner = self._kernel.current is not None
             # A silent request of a front end, and cells of a subshell, which has its own thread, run on rank 0 only.
-            is_own = not store_history or threading.current_thread() is not threading.main_thread()
+            is_own = silent or not store_history or threading.current_thread() is not threading.main_thread()
             if not is_inner and not is_own and raw_cell.strip():
-                with self._kernel.undisturbed():
-                    self._num_inner = 0
-                    self._begin(raw_cell, self._shell.execution_count)
-                result = None
+                result: Any = None
+                error: BaseException | None = None
                 try:
-                    result = await original(raw_cell, store_history, *args, **kwargs)
+                    result = await run(**self._try_to_begin(raw_cell))
+                except BaseException as raised:
+                    error = raised
+                    raise
                 finally:
-                    self._end(result)
+                    self._end(result, error)
                 return result
             self._num_inner += is_inner
             try:
-                return await original(raw_cell, store_history, *args, **kwargs)
+                return await run()
             finally:
                 self._num_inner -= is_inner
 
@@ -134,7 +152,8 @@ class KernelShell:
 
     def _end_first(self, result: Any) -> None:
         """Ends the cell in which the hooks were installed. None = an async cell that was cancelled."""
-        if self._kernel.current is not None and (result is None or result.info.store_history):
+        is_nested = result is not None and result.info.raw_cell.rstrip("\n") != self._first_cell
+        if self._kernel.current is not None and not is_nested:
             self._unregister()
             self._end(result)
 
@@ -142,13 +161,16 @@ class KernelShell:
         with suppress(ValueError):
             self._shell.events.unregister("post_run_cell", self._end_first)
 
-    def _end(self, result: Any) -> None:
+    def _end(self, result: Any, raised: BaseException | None = None) -> None:
+        """Ends the cell on all ranks. A cell without a result was ended by `raised`, or was cancelled."""
         cell = self._kernel.current
         if cell is None:  # disable_multi_gpu() was called in it.
             return
         with self._kernel.undisturbed():
             self._prompts.close()
-            error = asyncio.CancelledError() if result is None else result.error_before_exec or result.error_in_exec
+            error = raised or asyncio.CancelledError()
+            if result is not None:
+                error = result.error_before_exec or result.error_in_exec
             shown = self._kernel.finish(error or self._inner_error)
             self._magics.end(cell)
             if shown is not None and not isinstance(error, MultiGPUError):

@@ -187,7 +187,7 @@ class Worker:
         self._shell.shown_error = None
         sys.stdout.write(f"---- cell {order['cell_number']}\n{order['source']}\n----\n")
         sys.stdout.flush()
-        self._output_begin = os.fstat(sys.stdout.fileno()).st_size
+        self._output_begin = os.fstat(1).st_size  # A cell may have replaced sys.stdout.
         self._shell.execution_count = order["execution_count"]
         result = self._shell.run_cell(order["source"], store_history=True)
         error: BaseException | None = result.error_in_exec or result.error_before_exec or self._shell.shown_error
