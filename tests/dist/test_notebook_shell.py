@@ -20,6 +20,7 @@ from tests.helpers.notebook import CellResult, NotebookRun, oldest_ipython
 EARLIER = """
 !echo never again
 answer = 42
+handler_before = get_ipython().CustomTB
 """
 # A call that fails, and is put right in a later cell: what stands behind it was never run.
 MISTAKE = """
@@ -74,6 +75,8 @@ def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with NotebookRun(folder, {"PYTHONPATH": os.pathsep.join([str(folder / "site"), packages])}) as started:
         # As VS Code and its setting jupyter.runStartupCommands do.
         assert started.hidden("hidden_function = lambda: 1").error == ""
+        version = started.hidden("__import__('IPython').__version__").text.strip()
+        assert (version == "'7.34.0'") == (request.param == "oldest"), version
         failing = {MISTAKE: "ConfigError", "def f(:": "SyntaxError"}
         for source in (EARLIER, *failing, LINE, TOTAL):
             result = started.run(source, 120)
@@ -381,12 +384,15 @@ import builtins, getpass
 shell = get_ipython()
 ump.disable_multi_gpu()
 print([name for name, value in vars(shell).items() if "unsloth" in str(getattr(value, "__module__", ""))])
+# These bear the names of IPython's own.
+print("run_cell_async" in vars(shell), shell.CustomTB == handler_before)
 print(shell.custom_exceptions, {"rank", "ranks"} & set(shell.magics_manager.magics["cell"]))
 print([f for found in shell.events.callbacks.values() for f in found if "unsloth" in f.__module__])
 print(builtins.input.__module__, getpass.getpass.__module__)
 """
     assert well(notebook.run(source)).splitlines() == [
         "[]",
+        "False True",
         "() set()",
         "[]",
         "ipykernel.kernelbase ipykernel.kernelbase",

@@ -50,7 +50,7 @@ def norm_difference(folder, first, second):
 
 
 @pytest.mark.parametrize("name", ["allreduce", "parameter_server"])
-def test_strategy_that_meets_in_folder_equals_ddp(folder, name):
+def test_strategy_that_meets_in_every_step_equals_ddp(folder, name):
     assert len(facts(folder, name)[0]["grad_norm"]) == 20
     assert norm_difference(folder, "ddp", name) < 1e-5
     assert weight_difference(folder, "ddp", name) < 1e-5

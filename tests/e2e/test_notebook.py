@@ -9,6 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
 
 from tests.helpers.notebook import oldest_ipython
 from tests.helpers.run import LIGHT, ROOT, run_well
@@ -76,10 +77,13 @@ def output_of(notebook: NotebookNode, cell_id: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_notebook_runs_whole_under_nbconvert_and_the_oldest_ipython(tmp_path: Path) -> None:
-    nbformat.write(example("notebook"), tmp_path / "notebook.ipynb")
+    notebook = example("notebook")
+    notebook.cells.append(new_code_cell("import IPython\nIPython.__version__", id="version"))
+    nbformat.write(notebook, tmp_path / "notebook.ipynb")
     command = ["-m", "nbconvert", "--to", "notebook", "--execute", "--output", "done", "notebook.ipynb"]
     run_well(command, tmp_path, {**TWO_RANKS, **LIGHT, **oldest_ipython()})
     done = nbformat.read(tmp_path / "done.ipynb", as_version=4)
+    assert output_of(done, "version") == "'7.34.0'"
     assert output_of(done, "install") == ""
     assert "samples per step: 8 = 2 ranks x" in output_of(done, "train")
     # The table below the cell has the last line of rank 1's log, within a line.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.gpu.card import IS_REHEARSAL, NEEDS_CARD, NEEDS_DRIVER, of_ranks
+from tests.gpu.card import IS_FAKE, IS_REHEARSAL, NEEDS_CARD, NEEDS_DRIVER, of_ranks
 from tests.helpers.run import PLAIN, run_python, run_well
 from unsloth_multigpu.deal.measure import Stopwatch
 from unsloth_multigpu.step.passes import free_rows
@@ -114,12 +114,13 @@ def test_fp16_skips_the_steps_of_one_process(tmp_path, facts):
     """The same scales, which fall behind each step that is skipped, and the norms of the others."""
     found = facts["loss_scale"] = {name: trained(tmp_path, n, "fp16") for name, n in (("one_process", 1), ("ours", 2))}
     one, ours = found["one_process"], found["ours"]
+    assert IS_REHEARSAL or one["scales"][0] < 2.0**24  # The first step was skipped.
     assert ours["scales"] == one["scales"]
     norms, expected = (list(map(float, arm["norms"])) for arm in (ours, one))
     assert any(map(isfinite, norms))
     assert list(map(isfinite, norms)) == list(map(isfinite, expected))
     finite = [(a, b) for a, b in zip(norms, expected, strict=True) if isfinite(b)]
-    assert [a for a, _ in finite] == pytest.approx([b for _, b in finite], rel=1e-2)
+    assert [a for a, _ in finite] == pytest.approx([b for _, b in finite], rel=1e-5 if IS_FAKE else 1e-2)
 
 
 @pytest.mark.parametrize(

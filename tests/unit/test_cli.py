@@ -254,8 +254,10 @@ def test_wrong_copy_fails_its_row_and_only_that():
     ("name", "version", "state"),
     [
         ("transformers", "3.0.1", "FAIL"),
+        ("transformers", None, "FAIL"),
         ("torch", "2.99.0+cu130", "note"),
         ("unsloth", None, "note"),
+        ("unsloth", "2020.1.1", "FAIL"),
     ],
 )
 def test_version_outside_its_range_fails(monkeypatch, name, version, state):

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests.gpu import kit
-from tests.gpu.step import FP32_BOUND, PART_LIMIT_S, PARTS, TESTS, Step, judge_arms, place_ranks, steps_of
+from tests.gpu.step import FACTS, FP32_BOUND, PART_LIMIT_S, PARTS, TESTS, Step, judge_arms, place_ranks, steps_of
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.tools.bench.arm import BenchOptions
 
@@ -24,13 +24,26 @@ def test_parts_fit_into_their_calls():
     assert all(step.num_cards == 1 for step in STEPS if step.part <= 5)
 
 
-def test_each_test_of_nccl_is_in_one_step():
-    module = ast.parse((kit.ROOT / "tests" / "gpu" / "test_nccl.py").read_text(encoding="utf-8"))
-    tests = [node.name for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    chosen = {step.name: step.command[-1].split(" or ") for step in STEPS if step.command[:-1] == TESTS}
-    assert len(chosen) == 5
-    for test in tests:
-        assert len([name for name, words in chosen.items() if any(word in test for word in words)]) == 1, test
+def names_of(test):
+    """What `-k` sees of a test: with each row's first value, where the rows are written out."""
+    arguments = [call.args[-1] for call in test.decorator_list if isinstance(call, ast.Call)]
+    rows = [row for argument in arguments for row in ast.iter_child_nodes(argument) if isinstance(row, ast.Tuple)]
+    return [f"{test.name}[{ast.literal_eval(row)[0]}]" for row in rows] or [test.name]
+
+
+@pytest.mark.parametrize("command", [TESTS, FACTS])
+def test_each_test_of_a_file_is_in_one_step(command):
+    file = next(word for word in command if word.endswith(".py"))
+    nodes = ast.parse((kit.ROOT / file).read_text(encoding="utf-8")).body
+    tests = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    chosen = {step.name: step.command[-1].split(" or ") for step in STEPS if step.command[:-1] == command}
+    found = {
+        test: [name for name, words in chosen.items() if any(word in test for word in words)]
+        for node in tests
+        for test in names_of(node)
+    }
+    assert {len(names) for names in found.values()} == {1}, found
+    assert {name for (name,) in found.values()} == set(chosen)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.train.lead import Caught, Lead, Preemption
+from unsloth_multigpu.train.lead import Caught, Lead, Moment, Preemption
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.event import EventWriter, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -49,13 +49,16 @@ def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
             signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("is_main", [False, True])
-def test_training_that_hears_no_signal_says_so(caplog, is_main):
+@pytest.mark.parametrize(("rank", "is_main", "said"), [(0, False, 1), (1, False, 0), (0, True, 0)])
+def test_training_that_hears_no_signal_says_so_once(caplog, rank, is_main, said):
+    store = HashStore()
     handler, during = signal.getsignal(signal.SIGTERM), []
 
     def train():
         trainer = FakeTrainer()
-        with Loop(trainer, [preemption_of(trainer, manager_of(HashStore(), 0, 2))]).steering():
+        if rank:  # It follows rank 0 at the end.
+            Lead(manager_of(store, 0, 2), HeartbeatPage(None, 0)).follow(Moment.END, 0, 2)
+        with Loop(trainer, [preemption_of(trainer, manager_of(store, rank, 2))]).steering():
             during.append(signal.getsignal(signal.SIGTERM))
             trainer.steps(2)
 
@@ -66,7 +69,7 @@ def test_training_that_hears_no_signal_says_so(caplog, is_main):
         with ThreadPoolExecutor() as pool:
             pool.submit(train).result()
     assert (during[0] == handler) == (not is_main)
-    assert ("SIGTERM ends this process without a save" in caplog.text) == (not is_main)
+    assert caplog.text.count("SIGTERM ends this process without a save") == said
 
 
 def preemption(trainer, tmp_path, **options):
