@@ -44,7 +44,7 @@ EXACT = [
 SAID = {
     "counter:24x4x2": (1, AT_ONCE),
     **dict.fromkeys(jobs(1, "gathers_by_accelerate", "batch_norm"), (1, KEEP_WHOLE.format(2))),
-    f"contrastive:{SHARED}": (1, KEEP_WHOLE.format(2)),
+    **{f"{kind}:{SHARED}": (1, KEEP_WHOLE.format(2)) for kind in ("contrastive", "reads_padding")},
     "gathers_by_torch:24x4x2": (1, ""),
     # What DDP's wrapper lacks.
     "by_attribute:24x4x2": (1, ""),

@@ -95,7 +95,11 @@ def rounds(folder, told):
         send("raised", *what, message_to(4))
         killed = [message_to(0, "kill_once", marker=marker("a")), message_to(1, "kill"), message_to(2)]
         send("killed", *killed)
-        send("lost", message_to(0), message_to(1, "lose_device_once", marker=marker("c")))
+        lost = send("lost", message_to(0), message_to(1, "lose_device_once", marker=marker("c")))
+        os.kill(pid(lost.replies[0]), signal.SIGKILL)
+        # All of its threads: the first one may have ended long before.
+        wait_until(grid.slots[0]._process.has_ended, 60, "its end")
+        send("replaced", message_to(0), message_to(1))
         send("late", message_to(0, "hang"), message_to(2), message_to(1), timeout=2.0)
         shutil.rmtree(folder / "logs")
         send("without_logs", message_to(0, "start_others"), message_to(1))
@@ -183,6 +187,14 @@ def test_client_of_a_lost_device_is_run_once_more(rounds):
     assert [r.has_content() for r in rounds["lost"].replies] == [True, True]
     assert [r.attempts for r in rounds["lost"].records] == [1, 2]
     assert "because its device failed: RuntimeError: CUDA error: unspecified launch failure" in rounds["lost"].told
+
+
+@pytest.mark.slow
+def test_process_that_is_killed_while_it_waits_is_replaced(rounds):
+    before, now = ([pid(r) for r in rounds[name].replies] for name in ("lost", "replaced"))
+    assert now[0] != before[0]
+    assert now[1] == before[1]
+    assert f"slot 0 on cpu:0 (pid {before[0]}) was ended by SIGKILL" in rounds["replaced"].told
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ TRAIN_FIRST = """
 trainer = make(6, "resumed")
 trainer.train().global_step
 """
+FLIP = "if rank == 1: model.weight.data.view(torch.int32)[0] ^= 1"
 # A Trainer of before is refused, a new one trains, and the ranks have the same weights.
 TRAINS_ON = """
 fault.source = ""
@@ -140,6 +141,7 @@ def check_faults_of_trainings(run: NotebookRun) -> None:
         ("if rank == 1: raise ValueError('one')", "DistributedError", "rank 1 raised ValueError: one", 2.0),
         ("if rank == 0: raise ValueError('zero')", "ValueError", "zero", 1.2),
         ("if rank == 1: time.sleep(60)", "RankTimeoutError", "rank 1 hangs: no progress for ", 6.0),
+        (FLIP, "DivergenceError", "after step 4: rank 1 differs from rank 0", 0.5),
     ):
         check(run, f"fault.source = {source!r}\nmake(6).train()", error, value, limit_s)
     assert "refused True steps 6 equal True" in run.run(TRAINS_ON).text
@@ -184,6 +186,8 @@ def check_resume_and_death_of_the_kernel(run: NotebookRun) -> None:
     assert "resumes from resumed/checkpoint-4" in resumed.text
     assert resumed.text.splitlines()[-1] == "6"
     assert run.run("len(begun)").text == "2\n"
+    whole = "resumed, model = model, Model()\nmake(6, 'whole').train()\nprint(resumed.weight.equal(model.weight))"
+    assert run.run(whole).text.splitlines()[-1] == "True"
     (worker,) = run.children()
     child = int(run.run("if rank == 0:\n    child = os.fork() or time.sleep(600)\n    print(child)").text)
     worker.send_signal(signal.SIGSTOP)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.helpers.need import UNSLOTH
 from tests.helpers.notebook import CellResult, NotebookRun
-from tests.helpers.run import LIGHT, ROOT, run_well
+from tests.helpers.run import LIGHT, ROOT, hide, run_well
 from tests.helpers.tiny import build_tiny
 
 pytestmark = pytest.mark.slow
@@ -70,6 +73,22 @@ model.save_pretrained("one/stopped")
 trained(model, 2)
 model.save_pretrained("one/again")
 """
+# In the place of `load`, where `import unsloth` has come first.
+OF_UNSLOTH = """
+def load(kind):
+    options = dict(max_seq_length=64, load_in_4bit=False, dtype=torch.float32)
+    model, _ = unsloth.FastLanguageModel.from_pretrained("model", **options)
+    lora = dict(r=4, lora_dropout=0.0, target_modules=["q_proj", "up_proj"], random_state=7)
+    return unsloth.FastLanguageModel.get_peft_model(model, **lora)
+"""
+ALONE_WITH_UNSLOTH = """
+model = load("lora")
+trained(model, 2)
+model.save_pretrained("one/stopped")
+trained(model, 2)
+model.save_pretrained("one/again")
+print(json.dumps(say(model)))
+"""
 STOPPED = """
 class WaitsForStop(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
@@ -90,12 +109,19 @@ class Fails(TrainerCallback):
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookRun]:
     """A kernel of two ranks, beside what one process has trained."""
     folder = tmp_path_factory.mktemp("parts")
+    with _beside_one_process(folder, TRAINING, ALONE, LIGHT) as run:
+        yield run
+
+
+@contextmanager
+def _beside_one_process(folder: Path, training: str, alone: str, env: dict[str, str]) -> Iterator[NotebookRun]:
     build_tiny(folder / "model")
     found_here = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-    (folder / "alone.py").write_text(found_here + TRAINING + ALONE)
-    (folder / "alone").write_text(run_well(["alone.py"], folder, LIGHT).out)
-    with NotebookRun(folder, LIGHT) as run:
-        for source in (found_here + ENABLE, TRAINING):
+    (folder / "alone.py").write_text(found_here + training + alone)
+    done = run_well(["alone.py"], folder, env)
+    (folder / "alone").write_text(done.out)
+    with NotebookRun(folder, env) as run:
+        for source in (found_here + ENABLE, training):
             _run(run, source)
         yield run
 
@@ -160,6 +186,10 @@ def test_merged_adapter_is_saved_as_one_process_does(notebook: NotebookRun) -> N
 
 def test_stop_ends_all_ranks_behind_one_step_and_a_new_trainer_goes_on(notebook: NotebookRun) -> None:
     _run(notebook, f"{STOPPED}\nmodel = load('full')")
+    _check_stop(notebook)
+
+
+def _check_stop(notebook: NotebookRun) -> None:
     _run(notebook, "group = torch.distributed.group.WORLD")
     message = notebook.begin("trained(model, 10**6, WaitsForStop())")
     notebook.wait_for_text("go")
@@ -209,3 +239,14 @@ def test_kernel_alone_has_not_the_weights(notebook: NotebookRun) -> None:
     for use in ("say(model)", "model(torch.zeros(1, 2, dtype=int))", "model.save_pretrained('lost')"):
         _refused(notebook.run(use), "the ranks with its other shards have ended")
     assert "The" in _run(notebook, "print(say(load('full')))")
+
+
+@pytest.mark.thorough
+@UNSLOTH
+def test_unsloth_shards_what_cells_train_stop_and_train_again(tmp_path: Path) -> None:
+    training, env = f"import unsloth\n{TRAINING}{OF_UNSLOTH}", hide("scipy", "sklearn", "torchao")
+    with _beside_one_process(tmp_path, training, ALONE_WITH_UNSLOTH, env) as notebook:
+        _run(notebook, f"{STOPPED}\nmodel = load('lora')")
+        _check_stop(notebook)
+        said = json.loads((tmp_path / "alone").read_text().splitlines()[-1])
+        assert json.loads(_run(notebook, "print(json.dumps(say(model)))").splitlines()[-1]) == said

@@ -57,7 +57,11 @@ def test_trainer_is_left_as_it_was(results):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("dpo", "cannot train DPOTrainer, whose rows belong together"), ("bound", "bound to the model")],
+    [
+        ("dpo", "cannot train DPOTrainer, whose rows belong together"),
+        ("bound", "bound to the model"),
+        ("schedule_free", "cannot train a schedule-free optimizer, which keeps other weights for an evaluation"),
+    ],
 )
 def test_what_cannot_be_cut_is_refused(results, kind, message):
     assert message in results["refused"][kind]

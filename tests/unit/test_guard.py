@@ -1,14 +1,17 @@
-"""Phases that the guard marks, on a trainer made of plain functions."""
+"""Phases that the guard marks, and what a rank draws, on a trainer made of plain functions."""
 
 import sys
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
+from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.progress import CallbackPhase, Guard
+from unsloth_multigpu.train.progress import CallbackPhase, Guard, Progress
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 
@@ -124,3 +127,12 @@ def test_training_is_marked_phase_by_phase():
     ]
     trainer.get_batch_samples()
     assert page.phase == Phase.SCRIPT
+
+
+def test_each_rank_draws_its_own_numbers_also_behind_a_resume():
+    trainer, drawn = FakeTrainer(seed=7), set()
+    for rank, trainer.state.global_step in product((2, 3), (0, 6)):
+        progress = Progress(trainer, manager_of(None, rank, 4), *[None] * 5)
+        progress.on_train_begin(trainer.args, trainer.state, trainer.control)
+        drawn.add(float(torch.rand(())))
+    assert len(drawn) == 4

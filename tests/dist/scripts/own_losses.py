@@ -209,17 +209,20 @@ class Opaque(torch.nn.Module):
 
 
 class Pooled(torch.nn.Module):
-    """Reads each row by its mean and a batch norm."""
+    """Reads each row by an LSTM, padding too, or by its mean and a batch norm."""
 
-    def __init__(self):
+    def __init__(self, *, norm):
         super().__init__()
         self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 3)
-        self.reader = torch.nn.BatchNorm1d(16)
+        self.reader = torch.nn.BatchNorm1d(16) if norm else torch.nn.LSTM(16, 16, batch_first=True)
 
     def forward(self, input_ids, attention_mask, labels=None):
         states = self.embed(input_ids)
-        mask = attention_mask[..., None]
-        row = self.reader((states * mask).sum(1) / mask.sum(1))
+        if isinstance(self.reader, torch.nn.LSTM):
+            row = self.reader(states)[0][:, -1]
+        else:
+            mask = attention_mask[..., None]
+            row = self.reader((states * mask).sum(1) / mask.sum(1))
         return {"loss": functional.cross_entropy(self.head(row), labels)}
 
 
@@ -335,7 +338,8 @@ KINDS = {
     "by_attribute": Kind(of(by_attribute)),
     "by_embeddings": Kind(of(by_embeddings)),
     "opaque": Kind(of(lambda model, inputs: class_losses(model, inputs).mean()), Opaque),
-    "batch_norm": Kind(model=Pooled),
+    "reads_padding": Kind(model=lambda: Pooled(norm=False)),
+    "batch_norm": Kind(model=lambda: Pooled(norm=True)),
     "router": Kind(model=router, collate=lambda: collator(labels="input_ids")),
     "chunks": Kind(OwnLoss, collate=lambda: collate_chunks),
     "changes_form": Kind(ChangesForm),

@@ -89,6 +89,10 @@ def bound():
     return full(model, remove_unused_columns=False)  # Its signature is hidden.
 
 
+def schedule_free():
+    return full(optim="schedule_free_adamw")
+
+
 def train(trainer):
     """Loss and gradient norm of each step, and the weights at the end."""
     own = set(vars(trainer))
@@ -137,6 +141,6 @@ enable()
 send, serial.SerialTrainer.send_weights = serial.SerialTrainer.send_weights, lambda self: None
 results["unsent"] = train(built(lora, max_steps=2))["grad_norm"]
 serial.SerialTrainer.send_weights = send
-results["refused"] = {build.__name__: refusal(build) for build in (dpo, bound)}
+results["refused"] = {build.__name__: refusal(build) for build in (dpo, bound, schedule_free)}
 out.mkdir(parents=True, exist_ok=True)
 (out / "results.json").write_text(json.dumps({**results, "log": log}))
