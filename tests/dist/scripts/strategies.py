@@ -99,7 +99,7 @@ def write_ends():
     trainer = trainer_of(tiny_llama(num_layers=1), DILOCO, 40, **given, **EVALUATED)
     trainer.train()
     best, own = load_file(Path(trainer.state.best_model_checkpoint, "model.safetensors")), trainer.model.state_dict()
-    facts = {"best": max(float((own[name] - saved).abs().max()) for name, saved in best.items())}
+    facts = {"best": max(float((own[name].cpu() - saved).abs().max()) for name, saved in best.items())}
 
     model = tiny_llama(num_layers=1)
     trainer_of(model, DILOCO).train()
