@@ -37,7 +37,6 @@ constexpr auto kPoll = std::chrono::microseconds(50);
 struct Collective {
   const char* name;
   uint64_t number;
-  std::vector<std::vector<int64_t>> sizes;
   std::function<WorkPtr()> start;   // Calls gloo, with copies in the host's memory.
   std::function<void()> take;       // Copies the result to the device.
   PendingPtr pending = std::make_shared<Pending>();
@@ -352,14 +351,6 @@ class ProcessGroupNccl final : public c10d::Backend {
 
   void shutdown() { close(); }
 
-  // Collectives that have begun and not ended: number, name, sizes.
-  std::vector<std::tuple<uint64_t, std::string, std::vector<std::vector<int64_t>>>> active() {
-    std::lock_guard<std::mutex> lock(queue_->mutex);
-    std::vector<std::tuple<uint64_t, std::string, std::vector<std::vector<int64_t>>>> found;
-    for (auto& each : queue_->waiting) found.emplace_back(each->number, each->name, each->sizes);
-    return found;
-  }
-
  private:
   void check(const Tensors& tensors) {
     for (auto& tensor : tensors) {
@@ -400,7 +391,6 @@ class ProcessGroupNccl final : public c10d::Backend {
     auto collective = std::make_shared<Collective>();
     collective->name = name;
     collective->number = ++number_;
-    for (auto& tensor : given) collective->sizes.push_back(tensor.sizes().vec());
     // The input is read now, when all earlier kernels have run.
     collective->start = std::move(start);
     collective->take = [=] {
@@ -453,7 +443,6 @@ PYBIND11_MODULE(fake_nccl, m) {
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> gloo, std::chrono::milliseconds timeout) {
         return c10::make_intrusive<ProcessGroupNccl>(std::move(gloo), timeout);
       }))
-      .def("active", &ProcessGroupNccl::active)
       .def("_set_default_timeout", &ProcessGroupNccl::setTimeout)
       .def("abort", &ProcessGroupNccl::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupNccl::shutdown, py::call_guard<py::gil_scoped_release>());

@@ -105,10 +105,8 @@ def _num_ranks(config: MultiGPUConfig) -> int:
     from unsloth_multigpu.tools.allreduce import with_several_ranks
 
     check_is_no_rank("verify")
-    if not config.enable_ddp:
-        raise ConfigError("verify compares one process with several ranks.", hint="Leave enable_ddp=False out.")
     num_ranks = ranks_to_start(with_several_ranks(config))
-    if num_ranks == 1:
+    if num_ranks == 1 and config.enable_ddp:  # Without DDP, the first run tells it.
         raise ConfigError(
             "verify compares one process with several ranks; this would be one rank.",
             hint="Set --num-gpus 2, and with one GPU --device cpu.",
