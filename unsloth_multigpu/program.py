@@ -118,14 +118,12 @@ def _share_questions(session: Session) -> None:
 
 
 def _seed_ranks_equally(session: Session) -> None:
-    """Seeds the random generators equally on all ranks, except those that the script has seeded."""
+    """Makes the random generators equal on all ranks: those that the script has seeded are, and do not change."""
     if session.index:
         return  # The first session of this process did it.
-    if session.identity.world_size > 1:
-        import torch  # noqa: F401  # Its generator is seeded, too.
-    if session.context.seed is not None:
-        from unsloth_multigpu.launch.seeding import seed_unseeded
+    if session.context.run_dir is not None:
+        from unsloth_multigpu.group.random_state import DRAWS, take_draws
 
-        seed_unseeded(session.context.seed, session.context.draws)
+        take_draws(Path(session.context.run_dir, DRAWS).read_text(encoding="utf-8"))
     elif session.identity.world_size > 1:
         session.manager().agree_on_draws()

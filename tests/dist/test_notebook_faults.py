@@ -216,8 +216,7 @@ from unsloth_multigpu.wire.child import Child
 debugpy.listen(("127.0.0.1", 0))
 child = Child("rank 1", "import sys; print('pydevd' in sys.modules)", pathlib.Path("log"), os.environ)
 assert child.has_ended(30)
-child.collect()
-child.connection.close()
+child.close()
 """
 
 

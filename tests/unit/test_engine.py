@@ -1,19 +1,14 @@
-"""The processes of ranks and their stores, on every version of torch that is promised."""
+"""The processes of ranks."""
 
 import os
 import signal
 import sys
-from datetime import timedelta
 
 import pytest
-from torch.distributed.rendezvous import TCPStore
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch import nodes
 from unsloth_multigpu.launch.engine import Place, start_ranks
-from unsloth_multigpu.launch.nodes import Meeting
-from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.child import find_marked
 from unsloth_multigpu.wire.process import is_alive
 
@@ -73,27 +68,3 @@ def test_link_in_the_place_of_a_log_is_not_followed_and_no_rank_is_left(tmp_path
         begin("import time; time.sleep(100)", 2, tmp_path)
     assert not victim.exists()
     assert find_marked(f"HERE={tmp_path}") == []
-
-
-def older_store(*args, use_libuv=True, **kwargs):
-    """`TCPStore` up to torch 2.7."""
-    if use_libuv and kwargs.get("master_listen_fd") is not None:
-        raise NotImplementedError(
-            "The libuv TCPStore backend does not support initialization with an listen fd. Please switch to the legacy "
-            'TCPStore by setting environment variable USE_LIBUV to "0".'
-        )
-    return TCPStore(*args, use_libuv=use_libuv, **kwargs)
-
-
-def test_store_of_ranks_takes_over_a_socket_where_libuv_cannot(monkeypatch):
-    monkeypatch.setattr(nodes, "TCPStore", older_store)
-    meeting = Meeting(MultiGPUConfig(), "id", 2)
-    place = meeting.meet(0, lambda: False)
-    # A rank joins with torch's default backend, whatever serves.
-    rank = TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timedelta(seconds=10))
-    rank.set("key", "value")
-    rank.add("count", 2)
-    assert rank.get("key") == b"value"
-    assert rank.multi_get(["key", "count"]) == [b"value", b"2"]
-    assert rank.compare_set("key", "value", "other") == b"other"
-    assert rank.check(["none"]) is False

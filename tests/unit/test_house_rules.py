@@ -47,8 +47,8 @@ LAYERS = {
     "seam": 2,
     "overview": 2,
     "tool": 2,
-    "launch": 3,
     "group": 3,
+    "launch": 4,
     "deal": 4,
     "step": 5,
     "checkpoint": 6,
@@ -199,7 +199,7 @@ def third_party_is_allowed(root: str, layer: int, marks: set[str], where: str) -
         return layer != FACE
     if "late" in marks and root in ("IPython", "traitlets"):
         return True  # A worker of a notebook.
-    return (layer in (*RUNTIME, *OUTSIDE) or "late" in marks) and root in ("torch", "flwr")
+    return (layer in (*RUNTIME, *OUTSIDE) or "late" in marks) and root in ("torch", "numpy", "flwr")
 
 
 def tool_violations(source: str, module: str) -> list[str]:

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import TCPStore
 from tests.helpers.run import free_port, wait_until
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import nodes
-from unsloth_multigpu.launch.nodes import Meeting, listen_at, shared_seed, socket_interfaces, split_endpoint
+from unsloth_multigpu.launch.nodes import Meeting, listen_at, socket_interfaces, split_endpoint
 from unsloth_multigpu.options import MultiGPUConfig
 
 
@@ -29,7 +29,8 @@ def node(monkeypatch):
 
         def make(num_ranks=1, node_rank=None, timeout_s=30.0):
             given = {"nnodes": 2, "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_id": "job", "timeout_s": timeout_s}
-            made = Meeting(MultiGPUConfig(**given, node_rank=node_rank), "job", num_ranks)
+            draws = f"of {num_ranks} ranks"
+            made = Meeting(MultiGPUConfig(**given, node_rank=node_rank), "job", num_ranks, draws)
             stack.enter_context(made)
             return made
 
@@ -54,6 +55,8 @@ def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_atte
     before = meet(first, second)
     # Rank 0 is on the node that serves, which came first.
     assert [(place.node, place.first_rank, place.world_size) for place in before] == [(0, 0, 5), (1, 2, 5)]
+    assert first.draws == second.draws  # Of one of the two.
+    assert first.draws in ("of 2 ranks", "of 3 ranks")
     store_of_ranks(before).set("address of a rank", "x")
     after = meet(first, second, attempt=1)
     assert not store_of_ranks(after).check(["address of a rank"])
@@ -139,8 +142,8 @@ def test_node_that_is_silent_is_counted_and_given_up(node):
     assert 1.0 < silent_s < time.monotonic() - began_s + 1.0
 
 
-def config_of(endpoint="127.0.0.1:29400", rdzv_id="job"):
-    return MultiGPUConfig(nnodes=2, rdzv_endpoint=endpoint, rdzv_id=rdzv_id)
+def config_of(endpoint="127.0.0.1:29400"):
+    return MultiGPUConfig(nnodes=2, rdzv_endpoint=endpoint, rdzv_id="job")
 
 
 def test_ranks_take_the_interface_that_leads_to_the_others(monkeypatch):
@@ -154,13 +157,6 @@ def test_ranks_take_the_interface_that_leads_to_the_others(monkeypatch):
     # The machine's own name leads to its loopback interface, where no other node is.
     monkeypatch.setattr(nodes, "address_towards", lambda host, port: "127.0.1.1")
     assert socket_interfaces(config_of("myself:29400")) == {}
-
-
-def test_nodes_of_a_run_choose_the_same_without_asking_each_other():
-    assert shared_seed(config_of()) == shared_seed(config_of("10.0.0.1:1"))
-    assert shared_seed(config_of()) != shared_seed(config_of(rdzv_id="other"))
-    assert shared_seed(MultiGPUConfig()) != shared_seed(MultiGPUConfig())
-    assert 0 <= shared_seed(config_of()) < 2**32
 
 
 @pytest.mark.parametrize(

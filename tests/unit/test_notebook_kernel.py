@@ -53,8 +53,7 @@ def start_worker(tmp_path, monkeypatch):
 
     yield start
     for worker in started:
-        worker.end(1.0)
-        worker.close()
+        worker.close(1.0)
 
 
 @pytest.fixture
@@ -72,7 +71,9 @@ def test_worker_has_no_terminal_and_a_session_of_its_own(start_worker):
     (message,) = worker.channel.receive()
     assert (message["stdin"], message["leader"]) == ("/dev/null", True)
     assert not os.get_inheritable(worker.channel.fileno())
-    worker.end(5.0)
+    worker.channel.send("exit")
+    assert worker.has_ended(5.0)
+    worker.collect()
     assert worker.exit_code == 0
     assert "hello from the worker" in worker.describe_death()
 
@@ -246,4 +247,4 @@ def test_interrupt_that_comes_late_ends_no_other_cell():
         worker._pending = 5, KeyboardInterrupt()
         with pytest.raises(KeyboardInterrupt):
             worker._raise_pending(RAISE_SIGNAL, None)
-        worker.channel.close()
+        ours.close()

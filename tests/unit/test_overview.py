@@ -55,7 +55,7 @@ def run(tmp_path, monkeypatch):
 def pages(run, *figures):
     made = [HeartbeatPage(run.folder, rank) for rank in range(len(figures))]
     for page, found in zip(made, figures, strict=True):
-        page.name_device("cpu", "")
+        page.note(device="cpu")
         page.note(found)
         page.mark(Phase.COMPUTE, step=10)
     return made
@@ -72,14 +72,14 @@ def test_result_of_the_first_step_stands_in_the_first_line(run):
         (3.1e-2, "first step: differs by 3.1e-02, 1.90"),
     ):
         found = dataclasses.replace(base, difference=Difference(1.0, 1.0, off, "w", off))
-        made[0].tell_first_step(found.in_short())
+        made[0].note(first_step=found.in_short())
         look = Overview(run).look()
         assert f", {told}" in headline(look)
         assert look.values()["first_step"] == found.in_short()
-    made[0].tell_first_step(dataclasses.replace(base, unproven="it draws").in_short())
+    made[0].note(first_step=dataclasses.replace(base, unproven="it draws").in_short())
     assert headline(Overview(run).look()).endswith("first step: not compared")
     # Another training begins.
-    made[0].tell_first_step("")
+    made[0].note(first_step="")
     assert read_beats(run.folder)[0].first_step == ""
 
 

@@ -4,6 +4,7 @@ import builtins
 
 import pytest
 
+from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.launch.question import questions_shared
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -11,7 +12,7 @@ from unsloth_multigpu.wire.identity import RankIdentity
 
 @pytest.mark.parametrize(
     ("raised", "seen"),
-    [(KeyboardInterrupt(), KeyboardInterrupt), (EOFError("x"), EOFError), (OSError("x"), RuntimeError)],
+    [(KeyboardInterrupt(), DistributedError), (EOFError("x"), EOFError), (OSError("x"), OSError)],
 )
 def test_error_at_the_prompt_reaches_the_other_rank(tmp_path, monkeypatch, raised, seen):
     once = [raised]

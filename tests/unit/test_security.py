@@ -241,7 +241,7 @@ def test_link_in_a_logs_place_is_not_followed(tmp_path: Path, kind: str) -> None
 def test_ranks_are_told_no_secret(tmp_path: Path) -> None:
     told = rank_environment(MultiGPUConfig(), 2, tmp_path, tmp_path, "run", {})
     of_run = json.loads(told["UNSLOTH_MULTIGPU_RUN"])
-    assert of_run.keys() == {"seed", "draws", "log_dir", "supervisor_pid", "run_id", "server_port", "shard"}
+    assert of_run.keys() == {"log_dir", "supervisor_pid", "run_id", "server_port", "shard"}
     torchs = {"PYTHONHASHSEED", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *allocator_variables({})}
     assert set(told) == {"UNSLOTH_MULTIGPU_RUN", "UNSLOTH_MULTIGPU_RUN_DIR"} | torchs
     assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
@@ -259,7 +259,4 @@ def test_child_speaks_over_a_pair_that_nobody_else_can_reach(tmp_path: Path) -> 
         assert len(theirs) == 4  # Standard input, output, error, and its end.
         assert not os.get_inheritable(child.connection.fileno())
     finally:
-        child.kill()
-        child.collect()
-        child.connection.close()
-        os.close(child.pid_descriptor)
+        child.close()

@@ -319,10 +319,7 @@ class Slot:
         child, self._process = self._process, None
         if child is None:
             return ""
-        if child.is_mine():
-            child.collect()
-        child.connection.close()
-        os.close(child.pid_descriptor)
+        child.close()
         return child.describe_end()
 
     def shown_log(self) -> str:

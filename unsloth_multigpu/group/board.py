@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -77,21 +77,32 @@ class Board:
         """Waits for the other ranks, in Python, so that signals and other threads are handled meanwhile.
 
         The error of a process group would name a key that is missing in its store. Each rank calls this once per store.
-        Further calls do not wait.
+        Further calls do not wait. Raises as `wait_for_all`.
+        """
+        self.publish(f"here/{self.rank}")
+        ranks, what = range(world_size), "open the process group"
+        self.wait_for_all(ranks, lambda rank: self.is_published(f"here/{rank}"), what, timeout_s=timeout_s, hint=hint)
+
+    def wait_for_all(
+        self, ranks: Iterable[int], is_here: Callable[[int], bool], what: str, *, timeout_s: float, hint: str
+    ) -> None:
+        """Waits until each rank has come to `what`.
 
         Raises:
             RankTimeoutError: Some ranks have not come. `launch.cause` reads their numbers from its text.
+            DistributedError: See `wait`.
         """
-        keys = [f"here/{other}" for other in range(world_size)]
-        self.publish(keys[self.rank])
-        if wait_until(lambda: self.store.check(keys), time.monotonic() + timeout_s):
-            return
-        missing = [str(other) for other, key in enumerate(keys) if not self.is_published(key)]
-        if missing:  # Otherwise the last one came at the last moment.
-            who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-            raise RankTimeoutError(
-                f"{who} did not come to open the process group within {timeout_s:g} seconds.", hint=hint
-            )
+        missing = list(ranks)
+
+        def find() -> bool | None:
+            missing[:] = [rank for rank in missing if not is_here(rank)]
+            return None if missing else True
+
+        try:
+            self.wait(find, f"all ranks to come to {what}", timeout_s=timeout_s, hint=hint)
+        except RankTimeoutError:
+            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            raise RankTimeoutError(f"{who} did not come to {what} within {timeout_s:g} seconds.", hint=hint) from None
 
     def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
         """Waits until `key` is published and returns its value. See `wait`."""

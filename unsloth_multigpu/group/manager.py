@@ -18,7 +18,8 @@ from torch.distributed.rendezvous import TCPStore
 from unsloth_multigpu.accelerator import CPU_BACKEND, WITHOUT_GROUP, backend_of, kind_of
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.board import Board
-from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
+from unsloth_multigpu.group.outcome import failure, value_of
+from unsloth_multigpu.group.random_state import read_draws, take_draws
 from unsloth_multigpu.group.saves import Saves
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.logs import get_logger
@@ -129,11 +130,7 @@ class DDPManager(Board):
         If the script has seeded them, they are equal on all ranks and nothing changes. Ranks that torchrun restarts get
         the generators of the ranks before them.
         """
-        mine = json.dumps([torch.initial_seed(), read_random_state()])
-        seed, state = json.loads(self._store_of_run.compare_set("draws", "", mine))
-        if device_in_use() == "cpu":
-            torch.manual_seed(seed)  # Also seeds devices that are opened later.
-        write_random_state(state)
+        take_draws(self._store_of_run.compare_set("draws", "", read_draws()).decode())
         # A running process cannot change its string hash, by which the order of `list(set(labels))` differs between
         # ranks.
         mine = str(hash(_PREFIX))
@@ -209,17 +206,11 @@ class DDPManager(Board):
             return work()
         if self.rank > 0:
             outcome = json.loads(self.wait_for(key, f"rank 0 in {what}", timeout_s=timeout_s))
-            if "error" in outcome:
-                from unsloth_multigpu.group.outcome import error_of
-
-                raise error_of(outcome, what)
-            return outcome["value"]  # type: ignore[no-any-return]
+            return value_of(outcome, what)  # type: ignore[no-any-return]
         try:
             value = work()
             outcome = json.dumps({"value": value})
         except BaseException as error:
-            from unsloth_multigpu.group.outcome import failure
-
             self.publish(key, json.dumps(failure(error)))
             raise
         self.publish(key, outcome)

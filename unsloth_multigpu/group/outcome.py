@@ -25,6 +25,13 @@ def failure(error: BaseException) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}", "kinds": kinds, "fields": known}
 
 
+def value_of(outcome: Mapping[str, Any], what: str) -> Any:
+    """Returns the value that rank 0 has published as the outcome of `what`, or raises the error; see `error_of`."""
+    if "error" in outcome:
+        raise error_of(outcome, what)
+    return outcome["value"]
+
+
 def error_of(outcome: Mapping[str, Any], what: str) -> DistributedError:
     """Returns the error for a rank that has waited for rank 0 in `what`.
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy
 import torch
 
 from unsloth_multigpu.accelerator import KINDS
 
 _Item = TypeVar("_Item")
+
+# In the private folder of a run: the supervisor's `read_draws`.
+DRAWS = "draws.json"
 
 
 def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
@@ -21,8 +26,6 @@ def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
 
     If `device_type` is an accelerator, the state of its current device is included.
     """
-    import numpy
-
     version, internal, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     state = {
@@ -43,8 +46,6 @@ def device_in_use() -> str:
 
 def write_random_state(state: dict[str, Any]) -> None:
     """Restores a state that `read_random_state` has returned."""
-    import numpy
-
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, words, *rest = state["numpy"]
@@ -53,6 +54,19 @@ def write_random_state(state: dict[str, Any]) -> None:
     if "device" in state:
         device_type, words = state["device"]
         getattr(torch, device_type).set_rng_state(_tensor(words))
+
+
+def read_draws() -> str:
+    """Returns the random state and torch's seed as JSON, for `take_draws` in other processes of the run."""
+    return json.dumps([torch.initial_seed(), read_random_state()])
+
+
+def take_draws(draws: str) -> None:
+    """Gives this process the random state of another one. Nothing changes if the script has seeded both alike."""
+    seed, state = json.loads(draws)
+    if torch.initial_seed() != seed:
+        torch.manual_seed(seed)  # Also seeds devices, even if they are opened later.
+    write_random_state(state)
 
 
 @contextmanager
@@ -67,8 +81,6 @@ def kept_random_state() -> Iterator[None]:
 
 def seed_all(seed: int) -> None:
     """Seeds the generators of Python, NumPy and torch, also those of devices that are opened later."""
-    import numpy
-
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -77,8 +89,6 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def seeded_draws(seed: int) -> Iterator[None]:
     """Seeds the generators of the CPU with `seed`, and restores them at the end of the context."""
-    import numpy
-
     with kept_random_state():
         random.seed(seed)
         numpy.random.seed(seed % 2**32)

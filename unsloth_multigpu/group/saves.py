@@ -4,8 +4,8 @@ The script runs on every rank, including `if exists(folder): rmtree(folder)` bef
 seconds before it writes, until the other ranks have come to the same save. This is no barrier: an export may take
 longer than the timeout of a collective, and code that only rank 0 reaches must not wait for the others.
 
-In the store, `saves/of/WHAT` describes rank 0's latest save of WHAT (a saver and its path): its number, and its outcome
-once it has ended. `saves/at/R` is the current position of rank R.
+In the store, `saves/of/N/WHAT` is rank 0's N-th save of WHAT (a saver and its path): {} once it has begun, later its
+outcome. `saves/at/R` is the current position of rank R.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.group.outcome import failure, value_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.wait import POLL_S, wait_until
 
@@ -35,7 +36,7 @@ OWN_PATH_GRACE_S = 10.0
 # An export may take hours. If rank 0 dies meanwhile, the launcher ends the run.
 SAVE_LIMIT_S = 86_400.0
 _AT = "saves/at/{}"
-_OF = "saves/of/{}"
+_OF = "saves/of/{}/{}"
 _LEFT = "saves/left/{}"
 _GATHERS = "Saving a sharded model gathers the weights of all ranks, so all ranks must call it."
 _ON_ALL_RANKS = "Call it on all ranks, not under `if rank == 0:`. The files are written once."
@@ -79,8 +80,6 @@ class Saves:
             yield
         except BaseException as error:
             if not self._rank:
-                from unsloth_multigpu.group.outcome import failure
-
                 self._publish(failure(error))
             raise
         finally:
@@ -92,10 +91,10 @@ class Saves:
         `path` is absolute; "" if the saver chooses it, or uploads.
         """
         self._wait_for_others()
-        self._publish(None)
+        self._publish({})
         result = save()
         written = path if path and os.path.lexists(path) else ""
-        self._publish({"result": _plain(result), "path": written})
+        self._publish({"value": _plain(result), "path": written})
         return result
 
     def follow(self) -> tuple[bool, Any]:
@@ -142,21 +141,18 @@ class Saves:
             RankTimeoutError: Another rank does not come within `timeout_s`.
         """
 
-        missing = list(range(self._manager.identity.world_size))
-
-        def find() -> bool | None:
-            left = [rank for rank in missing if self._has_left(rank)]  # Read first: a rank may save and then leave.
-            missing[:] = [rank for rank in missing if self._place_of(rank)[:2] != self._at[:2]]
-            for rank in set(left) & set(missing):
+        def is_here(rank: int) -> bool:
+            has_left = self._has_left(rank)  # Read first: a rank may save and then leave.
+            if self._place_of(rank)[:2] == self._at[:2]:
+                return True
+            if has_left:
                 what = f"{self._at.what}: rank {rank} ended the script without this save"
                 raise DistributedError(f"{what}. {_GATHERS}", hint=_ON_ALL_RANKS)
-            return None if missing else True
+            return False
 
-        limit_s, hint = self._manager.config.timeout_s, f"{_GATHERS} {_ON_ALL_RANKS}"
-        try:
-            self._manager.wait(find, f"all ranks to call {self._at.what}", timeout_s=limit_s, hint=hint)
-        except RankTimeoutError as late:
-            raise RankTimeoutError(f"{late.args[0]} Missing: rank {', '.join(map(str, missing))}.", hint=hint) from None
+        ranks, limit_s = range(self._manager.identity.world_size), self._manager.config.timeout_s
+        hint = f"{_GATHERS} {_ON_ALL_RANKS}"
+        self._manager.wait_for_all(ranks, is_here, self._at.what, timeout_s=limit_s, hint=hint)
 
     def leave(self) -> None:
         """Publishes that this rank's script has ended, since others may wait for it."""
@@ -210,24 +206,16 @@ class Saves:
         self._at = at
         self._manager.publish(_AT.format(self._rank), json.dumps(at))
 
-    def _publish(self, outcome: dict[str, Any] | None) -> None:
-        """Publishes the outcome of rank 0's save; None = it has started."""
-        self._manager.publish(_OF.format(self._at.what), json.dumps([self._at.number, outcome]))
+    def _publish(self, outcome: dict[str, Any]) -> None:
+        self._manager.publish(_OF.format(self._at.number, self._at.what), json.dumps(outcome))
 
     def _told(self, what: str) -> dict[str, Any] | None:
-        """Returns the outcome of rank 0's corresponding save: {} while it runs, None if it has not started.
-
-        If rank 0 has started a later save to the same path, the outcome is that of the later one.
-        """
-        told = self._manager.read(_OF.format(what))
-        number, outcome = (0, None) if told is None else json.loads(told)
-        return (outcome or {}) if number >= self._counts[what] else None
+        """Returns the outcome of rank 0's corresponding save: {} while it runs, None if it has not started."""
+        told = self._manager.read(_OF.format(self._counts[what], what))
+        return None if told is None else json.loads(told)
 
     def _result(self, outcome: dict[str, Any]) -> Any:
-        if "error" in outcome:
-            from unsloth_multigpu.group.outcome import error_of
-
-            raise error_of(outcome, self._at.what)
+        result = value_of(outcome, self._at.what)
         identity, path = self._manager.identity, outcome["path"]
         is_one_disk = identity.rank == identity.local_rank  # Another node may have another disk.
         if self._is_late and is_one_disk and path and not os.path.lexists(path):
@@ -236,7 +224,7 @@ class Saves:
                 "rank 0 waits for it: its part of the script has removed the files, or rank 0's has since.",
                 hint="Remove what is in the way on rank 0 alone: if ump.is_main_process().",
             )
-        return outcome["result"]
+        return result
 
 
 def saved_alone(what: str) -> DistributedError:

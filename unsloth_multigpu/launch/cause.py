@@ -205,8 +205,8 @@ def _from_exception(event: Event) -> Cause:
 def _first_line(error: str) -> str:
     """Shortens an error to one line. The whole text is in the traceback."""
     line = error.strip().split("\n")[0].rstrip(".: ")
-    if "ran out of memory" not in line and (said := _last_error(error)):
-        line = f"{line.partition(':')[0]}: {said}"
+    if "ran out of memory" not in line and _OF_NCCL.search(error) and (said := _LAST_ERROR.search(error)):
+        line = f"{line.partition(':')[0]}: {said[1].strip()}"
     return textwrap.shorten(_SOURCE_LINE.sub("", line), _MAX_CHARACTERS, placeholder=" ...")
 
 
@@ -246,12 +246,6 @@ def _find_failure(error: str) -> str | None:
     """Finds a known failure of NCCL in the text of an error, as a key of `_REMEDIES`; None for others."""
     possible = _REMEDIES if _OF_NCCL.search(error) else ()
     return next((pattern for pattern in possible if re.search(pattern, error, re.IGNORECASE)), None)
-
-
-def _last_error(error: str) -> str | None:
-    """Returns NCCL's description of the failure; None for other errors."""
-    found = _LAST_ERROR.search(error) if _OF_NCCL.search(error) else None
-    return found[1].strip() if found else None
 
 
 def find_refusal(events: Sequence[Event]) -> tuple[int, str] | None:

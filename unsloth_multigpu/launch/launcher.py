@@ -7,17 +7,19 @@ import os
 import signal
 import time
 import uuid
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from unsloth_multigpu.errors import ConfigError, LaunchError, PatchError, SetupError, VersionError
+from unsloth_multigpu.group.random_state import DRAWS, read_draws
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.cause import INTERRUPTED, Cause, find_refusal
 from unsloth_multigpu.launch.engine import Ranks, start_ranks
 from unsloth_multigpu.launch.generation_server import GenerationServer, free_ports
-from unsloth_multigpu.launch.nodes import Meeting, shared_seed, socket_interfaces
+from unsloth_multigpu.launch.nodes import Meeting, socket_interfaces
 from unsloth_multigpu.launch.stop import Stop, describe_stop, how_to_resume, signals_queued
 from unsloth_multigpu.launch.watch import POLL_S, Watch
 from unsloth_multigpu.logs import get_logger, tell
@@ -26,7 +28,7 @@ from unsloth_multigpu.wire.child import read_tail
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import read_beats
-from unsloth_multigpu.wire.process import threads_of_each
+from unsloth_multigpu.wire.process import threads_of_each, write_private
 from unsloth_multigpu.wire.run import exclusive_log_dir, job_of, private_dir, shown_command, write_run
 
 logger = get_logger(__name__)
@@ -85,7 +87,7 @@ class DDPLauncher:
             environment = {**os.environ, **variables, "TORCHELASTIC_RUN_ID": run_id}
             grace_s = self.config.grace_s if self.saves_when_stopped else 0.0
             self.stop = Stop(signals, self.run_dir, self.num_ranks, grace_s)
-            self.meeting = stack.enter_context(Meeting(self.config, run_id, self.num_ranks))
+            self.meeting = stack.enter_context(Meeting(self.config, run_id, self.num_ranks, read_draws()))
             try:
                 codes = (self._run_attempt(attempt, environment) for attempt in itertools.count())
                 return next(code for code in codes if code is not None)
@@ -99,6 +101,7 @@ class DDPLauncher:
         place = self.meeting.meet(attempt, self.stop.is_asked)
         if place is None or self.stop.is_asked():
             return self._report_stop([])
+        write_private(self.run_dir / DRAWS, self.meeting.draws)
         # The variables of torchrun. TORCHELASTIC_USE_AGENT_STORE: no rank serves the store at MASTER_ADDR.
         variables = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -218,21 +221,17 @@ def rank_environment(
 
     OMP_NUM_THREADS divides the CPU threads: without it every rank would start one thread per core.
     """
-    from unsloth_multigpu.launch.seeding import generator_digests
-
     context = RunContext(
         run_dir=str(run_dir),
         supervisor_pid=os.getpid(),
         log_dir=str(log_dir),
-        seed=shared_seed(config),
-        draws=generator_digests(),
         run_id=run_id,
         server_port=free_ports(2) if config.generators else None,
         shard=config.shard,
     )
     defaults = {
-        # Makes the iteration order of sets of strings equal on all ranks.
-        "PYTHONHASHSEED": str(context.seed),
+        # Makes the iteration order of sets of strings equal on all ranks, and different in each run.
+        "PYTHONHASHSEED": str(zlib.crc32(run_id.encode())),
         "OMP_NUM_THREADS": str(threads_of_each(num_ranks)),
         **socket_interfaces(config),
         **({} if config.device == "cpu" else allocator_variables(environment)),

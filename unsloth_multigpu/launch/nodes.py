@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import random
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -75,14 +73,16 @@ def decode_record(text: bytes) -> Record | None:
     return record if is_plain and all(type(n) is int and 0 <= n < 2**31 for n in numbers) else None
 
 
-def serve_store(host: str, listener: socket.socket, timeout_s: float) -> TCPStore:
-    """Serves a store on a listening socket, whose port nobody else can take meanwhile.
+def serve_store(host: str, port: int) -> TCPStore | None:
+    """Serves a store; port 0 = any free port. None if the address is not of this machine or taken.
 
     Raises:
         LaunchError: The store cannot be reached at `host`.
     """
+    if (listener := listen_at(host, port)) is None:
+        return None
     place = host, listener.getsockname()[1]
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=timeout_s)}
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=CALL_LIMIT_S)}
     options["master_listen_fd"] = listener.detach()
     try:
         try:
@@ -103,18 +103,22 @@ class Meeting:
     With several nodes a thread talks to the store, because a call may block for minutes after a machine has vanished.
     Only the main thread replaces `_own`, only the other thread the attributes that it reads from the store.
 
+    Attributes:
+        draws: This process's `random_state.read_draws`; after `meet` that of the node that came first.
+
     Raises:
         LaunchError: This is node 0, and it cannot listen at `rdzv_endpoint`.
     """
 
-    def __init__(self, config: MultiGPUConfig, run_id: str, num_ranks: int) -> None:
+    def __init__(self, config: MultiGPUConfig, run_id: str, num_ranks: int, draws: str = "") -> None:
+        self.draws = draws
         self._config = config
         self._num_nodes = config.nnodes
         self._prefix = f"unsloth_multigpu/{run_id}"
         is_alone = config.nnodes == 1
         self._host, self._port = ("127.0.0.1", 0) if is_alone else split_endpoint(config)
-        self._listener = None if is_alone or config.node_rank else listen_at(self._host, self._port)
-        if config.node_rank == 0 and self._listener is None:
+        self._served = None if is_alone or config.node_rank else serve_store(self._host, self._port)
+        if config.node_rank == 0 and self._served is None:
             raise LaunchError(
                 f"node_rank=0 cannot listen at rdzv_endpoint={config.rdzv_endpoint!r}: it is not an address of this "
                 "machine, or another process has the port.",
@@ -133,7 +137,7 @@ class Meeting:
 
     def __enter__(self) -> Meeting:
         if self._num_nodes > 1:
-            is_server, place = self._listener is not None, self._config.rdzv_endpoint
+            is_server, place = self._served is not None, self._config.rdzv_endpoint
             logger.info("nodes connect at %s, nnodes=%d serves=%s", place, self._num_nodes, is_server)
             self._thread.start()
         return self
@@ -146,8 +150,8 @@ class Meeting:
         self._wake.set()
 
     def _may_leave(self) -> bool:
-        # The store ends with the thread of the node that serves it.
-        is_needed = self._listener is not None and any(r.state not in _OVER for r in self._others.values())
+        # The store ends with the process that serves it.
+        is_needed = self._served is not None and any(r.state not in _OVER for r in self._others.values())
         return self._error is not None or (self._sent is self._own and not is_needed)
 
     def meet(self, attempt: int, is_stopped: Callable[[], bool]) -> Place | None:
@@ -226,27 +230,25 @@ class Meeting:
         self._wake.set()
 
     def _serve_ranks(self) -> None:
-        listener = listen_at(self._host, 0)
-        if listener is None:
+        self._ranks_store = serve_store(self._host, 0)
+        if self._ranks_store is None:
             raise LaunchError(
                 f"This machine cannot listen at its address {self._host}.",
                 hint="Bring its network interface up, as by: ip link set lo up.",
             )
-        port = listener.getsockname()[1]
-        self._ranks_store = serve_store(self._host, listener, CALL_LIMIT_S)
-        self._show(port=port)
+        self._show(port=self._ranks_store.port)
 
     def _talk(self) -> None:
         """Target of the thread: exchanges records with the store about once a second."""
         place, timeout_s = f"rdzv_endpoint={self._config.rdzv_endpoint!r}", self._config.timeout_s
         try:
-            if self._listener is not None:
-                store = serve_store(self._host, self._listener, timeout_s)
-            else:
+            if (store := self._served) is None:
                 limit = timedelta(seconds=timeout_s)
                 store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
-            store.set_timeout(timedelta(seconds=CALL_LIMIT_S))
-            self._node = self._claim_node_rank(store)
+                store.set_timeout(timedelta(seconds=CALL_LIMIT_S))
+            node = self._claim_node_rank(store)
+            self.draws = store.compare_set(f"{self._prefix}/draws", "", self.draws).decode()
+            self._node = node
             while not self._has_left:
                 self._exchange(store, self._node)
                 self._wake.wait(PERIOD_S)
@@ -257,7 +259,7 @@ class Meeting:
             self._error = LaunchError(f"Node 0, which serves {place}, is gone or unreachable: {error}.", hint=_RESTART)
 
     def _claim_node_rank(self, store: TCPStore) -> int:
-        node = 0 if self._listener is not None else self._config.node_rank
+        node = 0 if self._served is not None else self._config.node_rank
         if node is None:
             node = store.add(f"{self._prefix}/arrived", 1)
         if node >= self._num_nodes or store.add(f"{self._prefix}/place/{node}", 1) > 1:
@@ -289,13 +291,6 @@ class Meeting:
         self._sent = own
 
 
-def shared_seed(config: MultiGPUConfig) -> int:
-    """Returns the seed for all ranks, 0 .. 2^32 - 1: random on one node, else derived from `rdzv_id`."""
-    if config.nnodes == 1:
-        return random.SystemRandom().randrange(2**32)
-    return zlib.crc32(str(config.rdzv_id).encode())
-
-
 def socket_interfaces(config: MultiGPUConfig) -> dict[str, str]:
     """Returns the variables that select the network interface of gloo and NCCL.
 
@@ -320,11 +315,7 @@ def split_endpoint(config: MultiGPUConfig) -> tuple[str, int]:
 
 
 def await_name(host: str, port: int, timeout_s: float) -> None:
-    """Waits until a host name resolves, because node 0 may start later than this node.
-
-    Raises:
-        LaunchError: It does not resolve within `timeout_s`.
-    """
+    """Waits at most `timeout_s` until a host name resolves, because node 0 may start later than this node."""
 
     def is_known() -> bool:
         try:
@@ -335,11 +326,7 @@ def await_name(host: str, port: int, timeout_s: float) -> None:
 
     if not is_known():
         logger.warning("host name %s does not resolve yet, waiting up to %g s for that machine", host, timeout_s)
-    if not wait_until(is_known, time.monotonic() + timeout_s, poll_s=_NAME_POLL_S):
-        raise LaunchError(
-            f"The host name {host!r} of rdzv_endpoint did not resolve within {timeout_s:g} s.",
-            hint="Check rdzv_endpoint, that node 0 has started, and that this machine uses the cluster's name server.",
-        )
+        wait_until(is_known, time.monotonic() + timeout_s, poll_s=_NAME_POLL_S)
 
 
 def address_towards(host: str, port: int) -> str:
@@ -356,7 +343,8 @@ def address_towards(host: str, port: int) -> str:
     except OSError as error:
         raise LaunchError(
             f"rdzv_endpoint: this machine has no route to {host!r}: {error.strerror or error}.",
-            hint="Use an address that all nodes can reach.",
+            hint="Use an address that all nodes can reach, start node 0, and let this machine use the cluster's name "
+            "server.",
         ) from error
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import RankTimeoutError
+from unsloth_multigpu.group.outcome import failure, value_of
 from unsloth_multigpu.wire.digest import digest_of
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -26,8 +27,6 @@ from unsloth_multigpu.wire.wait import wait_until
 _PROMPTS: tuple[tuple[Any, str], ...] = ((builtins, "input"), (getpass, "getpass"))
 # Long, because a person answers. If rank 0 ends meanwhile, the supervisor ends this rank.
 _ANSWER_LIMIT_S = 24 * 3600.0
-# Errors of rank 0 that the other ranks raise, too, so that a script can catch them on all ranks.
-_KINDS: dict[str, type[BaseException]] = {"EOFError": EOFError, "KeyboardInterrupt": KeyboardInterrupt}
 
 
 @contextmanager
@@ -75,15 +74,15 @@ def questions_shared(run_dir: Path, identity: RankIdentity, attempt: int, beat: 
 
 def _ask(original: Callable[[], str], path: Path) -> str:
     """On rank 0: asks, and writes the answer or the error to a file."""
-    result: dict[str, str] = {}
+    outcome: dict[str, Any] = {}
     try:
-        result["answer"] = original()
-        return result["answer"]
+        outcome["value"] = answer = original()
+        return answer
     except BaseException as error:
-        result |= {"kind": type(error).__name__, "error": str(error)}
+        outcome = failure(error)
         raise
     finally:
-        write_private(path, json.dumps(result))
+        write_private(path, json.dumps(outcome))
 
 
 def _receive(path: Path, rank: int, what: str) -> str:
@@ -92,8 +91,4 @@ def _receive(path: Path, rank: int, what: str) -> str:
         raise RankTimeoutError(
             f"rank {rank} waited a day for the answer to {what}.", hint="Ask on all ranks or on none of them."
         )
-    result = json.loads(path.read_text(encoding="utf-8"))
-    if "error" in result:
-        kind = _KINDS.get(result["kind"], RuntimeError)
-        raise kind(result["error"] if result["kind"] in _KINDS else f"{result['kind']} on rank 0: {result['error']}")
-    return str(result["answer"])
+    return str(value_of(json.loads(path.read_text(encoding="utf-8")), what))

@@ -86,7 +86,7 @@ class CellProgram(Program):
         assert session.context.run_dir is not None
         session.beat, end_pulse = enter_notebook(session.identity, session.context.run_dir)
         session.on_close.callback(end_pulse)
-        session.beat.name_device(str(local_device(session.identity, config)), "")
+        session.beat.note(device=str(local_device(session.identity, config)))
 
     def prepare(self, manager: DDPManager) -> None:
         """Lets the manager use the store of the process group, which changes with each group."""

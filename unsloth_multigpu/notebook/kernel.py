@@ -352,19 +352,13 @@ class WorkerProcess(Child):
         except OSError:
             self.kill()  # The process is ending.
 
-    def end(self, limit_s: float) -> None:
-        """Asks the process to end, and kills it after `limit_s`."""
-        if self.exit_code is not None or not self.is_mine():
-            return
-        with suppress(OSError):
-            self.channel.send("exit")
-        self.has_ended(limit_s)
-        self.collect()
-
-    def close(self) -> None:
-        """Closes the descriptors."""
-        self.channel.close()
-        os.close(self.pid_descriptor)
+    def close(self, limit_s: float = 0.0) -> None:
+        """Asks the process to end, and kills it after `limit_s`; see `Child.close`."""
+        if self.exit_code is None and self.is_mine():
+            with suppress(OSError):
+                self.channel.send("exit")
+            self.has_ended(limit_s)
+        super().close()
 
 
 def strike(task: asyncio.Task[Any] | None, error: BaseException) -> None:
@@ -382,7 +376,7 @@ def died(worker: WorkerProcess) -> DistributedError:
 class Channel:
     """One end of a socket pair, over which kernel and worker exchange JSON messages. No pickle.
 
-    Any thread may send; one thread receives. The channel closes the connection. Sending may wait `send_limit_s` for the
+    Any thread may send; one thread receives. Sending may wait `send_limit_s` for the
     reader; None = no limit.
     """
 
@@ -390,7 +384,6 @@ class Channel:
         self._end = end
         self._lock = threading.Lock()
         self.fileno = end.fileno
-        self.close = end.close
         if send_limit_s is not None:
             with socket.socket(fileno=os.dup(end.fileno())) as same:
                 same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(send_limit_s), 0))

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.group.outcome import error_of, failure
+from unsloth_multigpu.group.outcome import failure, value_of
 from unsloth_multigpu.launch.pulse import last_collective
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.patching import Patch
@@ -129,9 +129,9 @@ class Publisher(Sharer):
             with self.detached():
                 value = _stoppable(cell, make)
         except Exception as error:
-            self._kernel.send("value", **sent, error=failure(error))
+            self._kernel.send("value", **sent, outcome=failure(error))
             raise
-        self._kernel.send("value", **sent, value=_plain(value), error=None)
+        self._kernel.send("value", **sent, outcome={"value": _plain(value)})
         return value
 
 
@@ -207,9 +207,7 @@ class Receiver(Sharer):
                 f"rank 0 has left the cell without {_shortened(kind)}.",
                 hint="Let all ranks run the same code in a cell.",
             )
-        if message["error"] is not None:
-            raise error_of(message["error"], _shortened(kind))
-        return message["value"]
+        return value_of(message["outcome"], _shortened(kind))
 
     def _take(self, key: str) -> dict[str, Any] | None:
         """Waits for a message, and tells the kernel so; None = rank 0 has left the cell."""

@@ -176,8 +176,7 @@ class Notebook:
             own = {**_identity(rank, num_ranks).variables(), ENV_NOTEBOOK: json.dumps(settings)}
             environment = {**os.environ, **own}
             workers.append(WorkerProcess(rank, self.log_dir / f"rank_{rank}.log", environment))
-            stack.callback(workers[-1].close)
-            stack.callback(workers[-1].end, _END_LIMIT_S)
+            stack.callback(workers[-1].close, _END_LIMIT_S)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         # Of this rank's share of the cores: the kernel was started with threads for all of them.
         torch.set_num_threads(threads_of_each(num_ranks))

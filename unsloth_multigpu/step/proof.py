@@ -90,7 +90,7 @@ class StepProof:
     def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: HeartbeatPage) -> None:
         self._trainer = trainer
         self._beat = beat
-        beat.tell_first_step("")
+        beat.note(first_step="")
         self._manager = manager
         self._feed = feed
         self._num_steps = 0
@@ -140,7 +140,7 @@ class StepProof:
         if is_first:
             self.first = found
         if is_first or not (found.is_exact or found.unproven):
-            self._beat.tell_first_step(found.in_short())
+            self._beat.note(first_step=found.in_short())
         self._say(found, is_first=is_first)
 
     @functools.cached_property

@@ -97,8 +97,8 @@ class Meter(Part):
     def around(self) -> Iterator[None]:
         """Clears the figures of an earlier training from the heartbeat page."""
         self._waits.count_on(self._trainer.args.device)
-        self._beat.note(self.figures)
-        self._beat.name_device(*_device_names(self._trainer.args.device))
+        device, device_id = _device_names(self._trainer.args.device)
+        self._beat.note(self.figures, device=device, device_id=device_id)
         yield
 
     def overrides(self) -> dict[str, Override]:

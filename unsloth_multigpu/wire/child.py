@@ -45,7 +45,7 @@ class Child:
         environment: All of its variables.
 
     Attributes:
-        connection: This process's end of the socket pair, which the caller has to close.
+        connection: This process's end of the socket pair.
         exit_code: None while it lives; -N = ended by signal N.
     """
 
@@ -90,6 +90,13 @@ class Child:
     def is_mine(self) -> bool:
         """True in the process that has started it, False in a forked child."""
         return os.getpid() == self._started_by
+
+    def close(self) -> None:
+        """Closes the descriptors, and before that ends the process if it lives and is this process's own."""
+        if self.exit_code is None and self.is_mine():
+            self.collect()
+        self.connection.close()
+        os.close(self.pid_descriptor)
 
     def describe_death(self) -> str:
         """Describes the end of the process, with the last lines of its log."""

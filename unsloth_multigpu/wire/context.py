@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from unsloth_multigpu.options import ENV_NOTEBOOK, ENV_RUN, ENV_RUN_DIR, ENV_TOOL
 
 # Facts that are equal for all attempts.
-_OF_RUN = ("supervisor_pid", "log_dir", "seed", "draws", "run_id", "server_port", "shard")
+_OF_RUN = ("supervisor_pid", "log_dir", "run_id", "server_port", "shard")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,6 @@ class RunContext:
         run_dir: The run's private folder: heartbeats, events, sockets.
         supervisor_pid: Process id of the supervisor of this node.
         log_dir: Folder of rank_N.log.
-        seed: Seed for random generators that the script does not seed, equal on all ranks.
-        draws: Digests of the supervisor's random generators in `enable_multi_gpu()`, see `launch.seeding`.
         run_id: Name of the run, equal for all its attempts.
         server_port: Port of the generation server; the next port is for weights. None = no server.
         attempt: How often the ranks were started before, in the variable of torchrun.
@@ -45,8 +43,6 @@ class RunContext:
     run_dir: str | None = None
     supervisor_pid: int | None = None
     log_dir: str | None = None
-    seed: int | None = None
-    draws: Mapping[str, str] = field(default_factory=dict)
     run_id: str | None = None
     server_port: int | None = None
     attempt: int = 0

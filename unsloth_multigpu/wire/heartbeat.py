@@ -134,10 +134,10 @@ class HeartbeatPage:
         self._num_steps = 0
         self._longest_s = {"first step": 0.0, "later": 0.0}
         self._figures = Figures()
-        self._texts = [b"", b"", b""]  # Device, its id, first step.
+        self._texts = dict.fromkeys(("device", "device_id", "first_step"), b"")
         # Clear the page of an earlier attempt.
         self._put(_PULSE_OFFSET, _PULSE.pack(0.0, -1))
-        self.note(Figures())
+        self.note()
         self.mark(Phase.SCRIPT)
 
     def mark(
@@ -171,21 +171,15 @@ class HeartbeatPage:
         longest_s = self._longest_s["later"] if forgets else max(self._longest_s.values())
         self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, now_s, longest_s))
 
-    def note(self, figures: Figures) -> None:
-        """Writes the figures of the training. Called by the main thread once a step; takes some microseconds."""
-        self._figures = figures
-        values = (-1 if value is None else value for value in vars(figures).values())
-        self._put(_TRAINING_OFFSET, _TRAINING.pack(*values, os.getpid(), *self._texts))
+    def note(self, figures: Figures | None = None, **texts: str) -> None:
+        """Writes the figures of the training, and texts of at most 64 characters: `device`, `device_id`, `first_step`.
 
-    def name_device(self, name: str, device_id: str) -> None:
-        """Writes the device of this rank; see `Heartbeat`."""
-        self._texts[:2] = name.encode("ascii", "replace"), device_id.encode("ascii", "replace")
-        self.note(self._figures)
-
-    def tell_first_step(self, text: str) -> None:
-        """Writes the result of the comparison of the first step, at most 64 characters; see `Heartbeat`."""
-        self._texts[2] = text.encode("ascii", "replace")
-        self.note(self._figures)
+        See `Heartbeat`. Omitted values stay. Called by the main thread once a step; takes some microseconds.
+        """
+        self._figures = figures or self._figures
+        self._texts |= {name: text.encode("ascii", "replace") for name, text in texts.items()}
+        values = (-1 if value is None else value for value in vars(self._figures).values())
+        self._put(_TRAINING_OFFSET, _TRAINING.pack(*values, os.getpid(), *self._texts.values()))
 
     @contextmanager
     def within(self, phase: Phase | None) -> Iterator[None]:

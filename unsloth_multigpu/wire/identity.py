@@ -116,12 +116,7 @@ def is_helper() -> bool:
 
 def first_host(nodelist: str) -> str:
     """Returns the first host of a SLURM node list: "gpu[03-05,09],cpu1" -> "gpu03"."""
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
-    if match is None:
-        raise LaunchError(
-            f"SLURM_STEP_NODELIST={nodelist!r} names no host.", hint="Set MASTER_ADDR to the host of rank 0."
-        )
-    return match.group(1) + (match.group(2) or "")
+    return re.sub(r"^([^\[,]+)(?:\[([^\],-]+))?.*", r"\1\2", nodelist)
 
 
 def _from_torchrun(env: Mapping[str, str]) -> RankIdentity:
