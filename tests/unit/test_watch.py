@@ -20,7 +20,7 @@ from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase
 RANK = """
 import os, signal, sys, time
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
-from unsloth_multigpu.launch.pulse import start_pulse
+from unsloth_multigpu.launch.rank import start_pulse
 from unsloth_multigpu.wire.event import EventWriter
 folder, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 page = HeartbeatPage(folder, rank)

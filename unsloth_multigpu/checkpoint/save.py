@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, saving_in, seal, settle
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.deal.sampler import StepLoader
 from unsloth_multigpu.errors import MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import device_in_use, draw_base_seed, read_random_state, write_random_state
+from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import GradientExchange, Override, Part, TrainerLike
 from unsloth_multigpu.seam import steered
@@ -82,7 +84,7 @@ class Checkpoints(Part):
             # has started is not repeated: of its random numbers, those of the data loader's base seed are known.
             write_random_state(self._before_evaluation)
             if not self.is_evaluation_due():
-                draw_base_seed()
+                torch.empty((), dtype=torch.int64).random_()
         with self._claimed(part, final):
             # Barrier: before the folder is locked, another run may remove it.
             self.manager.gather_json(None)

@@ -96,11 +96,6 @@ def seeded_draws(seed: int) -> Iterator[None]:
         yield
 
 
-def draw_base_seed() -> None:
-    """Draws the number that a `torch.utils.data.DataLoader` draws at the start of an iteration."""
-    torch.empty((), dtype=torch.int64).random_()
-
-
 def draw_seed(*position: int) -> int:
     """Returns a 63-bit seed for a position such as (seed of the run, epoch, step). Seeds of positions are unrelated."""
     digest = hashlib.blake2b(repr(position).encode(), digest_size=8).digest()

@@ -127,7 +127,7 @@ class DDPLauncher:
                 # A signal that stops the run may have reached the server, too: its end is no failure then.
                 server_error = "" if self.stop.signal_number else self.server.turn(events)
                 if not trouble and not watch.has_failed and (trouble := self.meeting.trouble() or server_error):
-                    watch.end()
+                    watch.must_end = True
                 time.sleep(POLL_S)
             watch.look()
         except OSError as error:

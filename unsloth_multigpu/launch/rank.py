@@ -1,4 +1,7 @@
-"""Sets up a process as a rank: it ends with its supervisor, reports its end, and is quiet except on rank 0."""
+"""Sets up a process as a rank: it ends with its supervisor, reports its end, and is quiet except on rank 0.
+
+Its pulse is a thread that reports that the process lives, and the last collective.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from types import TracebackType
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
-from unsloth_multigpu.launch.pulse import start_pulse
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.event import EventWriter, stack_path
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import is_alive, only_here
 
 _PR_SET_PDEATHSIG = 1
+_PULSE_S = 0.5
 # After an error Python joins threads and runs exit handlers, which a process group may block forever.
 TEARDOWN_LIMIT_S = 3.0
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
@@ -75,6 +78,49 @@ def enter_notebook(identity: RankIdentity, run_dir: str) -> tuple[HeartbeatPage,
     _quiet_side_effects(identity)
     beat = HeartbeatPage(run_dir, identity.rank)
     return beat, start_pulse(beat, run_dir, identity.rank)
+
+
+def start_pulse(page: HeartbeatPage, run_dir: str | os.PathLike[str], rank: int) -> Callable[[], None]:
+    """Starts the thread, and lets SIGUSR2 write the stacks of all threads into the run's folder.
+
+    Returns:
+        A function that ends the thread and unregisters SIGUSR2.
+    """
+    path = stack_path(run_dir, rank)
+    descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    file = os.fdopen(descriptor, "w")
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True, chain=False)
+    stop = threading.Event()
+
+    def beat() -> None:
+        page.pulse(last_collective())
+        while not stop.wait(_PULSE_S):
+            page.pulse(last_collective())
+
+    thread = threading.Thread(target=beat, name="unsloth_multigpu-pulse", daemon=True)
+
+    def end() -> None:
+        stop.set()
+        thread.join(_PULSE_S)
+        faulthandler.unregister(signal.SIGUSR2)
+        file.close()
+
+    # A thread that returns from torch after the end of the interpreter aborts the process.
+    atexit.register(only_here(end))
+    thread.start()
+    return end
+
+
+def last_collective() -> int:
+    """Returns the number of the last collective that this rank began in the default group; -1 without one."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        if c10d is None or not c10d.is_initialized():
+            return -1
+        return int(c10d._get_default_group()._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError, ValueError):
+        # While a group is opened or closed. The thread must survive it: a rank without a pulse counts as hung.
+        return -1
 
 
 def _quiet_side_effects(identity: RankIdentity) -> None:

@@ -50,6 +50,9 @@ class Watch:
     Args:
         log_dir: Folder for the stacks of a hang.
         unheard_s: Returns the seconds since the last sign of life of each other node, by its name.
+
+    Attributes:
+        must_end: Another node or the server has failed, so all ranks must end.
     """
 
     ranks: Ranks
@@ -58,13 +61,13 @@ class Watch:
     config: MultiGPUConfig
     attempt: int
     unheard_s: Callable[[], Mapping[str, float]] = dict
+    must_end: bool = field(init=False, default=False)
     _num_kills_before: int = field(init=False, default_factory=count_memory_kills)
     _beats: dict[int, Heartbeat] = field(init=False, default_factory=dict)
     _last_look_s: float = field(init=False, default_factory=time.monotonic)
     _since_s: float = field(init=False, default_factory=time.monotonic)
     _ending_since_s: float | None = field(init=False, default=None)
     _is_told_to_end: bool = field(init=False, default=False)
-    _must_end: bool = field(init=False, default=False)
     _hang: Event | None = field(init=False, default=None)
     # Ranks that had ended before the supervisor stopped any.
     _gone: set[int] = field(init=False, default_factory=set)
@@ -91,10 +94,6 @@ class Watch:
         self.ranks.send(signal.SIGKILL, {e.rank for e in events if e.kind == "exception" and e.time_s < late_s})
         self._end_waiting(events)
         return events
-
-    def end(self) -> None:
-        """Ends all ranks, because another node or the server has failed."""
-        self._must_end = True
 
     def cause(self) -> Cause:
         """Returns why this attempt has failed; see `find_cause`."""
@@ -157,7 +156,7 @@ class Watch:
         """Ends the survivors of a rank that failed or left."""
         # After a signal the ranks have `grace_s` to save.
         is_stopping = any(event.kind in STOPS for event in events)
-        must_end = self._must_end or self.has_failed
+        must_end = self.must_end or self.has_failed
         if is_stopping or not (must_end or find_early_exit(events, self.ranks.exit_codes)):
             self._ending_since_s = None
             return

@@ -19,7 +19,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.group.outcome import failure, value_of
-from unsloth_multigpu.launch.pulse import last_collective
+from unsloth_multigpu.launch.rank import last_collective
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.seam import instance_attribute

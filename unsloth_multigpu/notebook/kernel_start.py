@@ -32,7 +32,7 @@ from unsloth_multigpu.errors import (
 )
 from unsloth_multigpu.group.manager import local_device
 from unsloth_multigpu.launch.launcher import rank_environment
-from unsloth_multigpu.launch.pulse import last_collective
+from unsloth_multigpu.launch.rank import last_collective
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.notebook.cell_program import KernelProgram
 from unsloth_multigpu.notebook.display import Panel

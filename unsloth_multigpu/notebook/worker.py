@@ -24,9 +24,8 @@ from traitlets.config import Config
 
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.group.random_state import write_random_state
-from unsloth_multigpu.launch.pulse import last_collective
 from unsloth_multigpu.launch.question import prompts_answered
-from unsloth_multigpu.launch.rank import die_with_supervisor
+from unsloth_multigpu.launch.rank import die_with_supervisor, last_collective
 from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.kernel import Channel, error_text, names_broken_group, strike
 from unsloth_multigpu.notebook.kernel_share import (
