@@ -191,8 +191,14 @@ class MultiGPUConfig:
             environment: Variables to read. None = `os.environ`, and the nearest pyproject.toml from here up.
 
         Raises:
-            ConfigError: An invalid value, or a variable with our prefix or a name in a file that is not an option.
+            ConfigError: An invalid value, or an argument, a variable with our prefix or a name in a file that is not an
+                option.
         """
+        known = {name: name for name in options_of(MultiGPUConfig)}
+        for name, value in arguments.items():
+            if name not in known:
+                error = unknown_option(f"enable_multi_gpu: {name}", value, name, known)
+                raise ConfigError(*error.args, hint=f"Use {FORMER[name]}." if name in FORMER else error.hint)
         given = {name: value for name, value in arguments.items() if value is not None}
         return cls(**{**_from_sources(environment), **given})
 
@@ -290,20 +296,6 @@ def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> 
 def variable(name: str) -> str:
     """Returns the name of an option's variable."""
     return ENV_PREFIX + name.upper()
-
-
-def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks that the other keywords of `enable_multi_gpu` are options.
-
-    Raises:
-        ConfigError: A keyword that is not an option.
-    """
-    options = options_of(MultiGPUConfig)
-    for keyword, value in keywords.items():
-        if keyword not in options:
-            error = unknown_option(f"enable_multi_gpu: {keyword}", value, keyword, {name: name for name in options})
-            raise ConfigError(*error.args, hint=f"Use {FORMER[keyword]}." if keyword in FORMER else error.hint)
-    return dict(keywords)
 
 
 def _check_together(config: MultiGPUConfig) -> None:

@@ -95,9 +95,7 @@ class Patch:
             return
         is_wrapped = isinstance(raw, (staticmethod, classmethod))
         original = raw.__func__ if is_wrapped else raw
-        # A class does not pass `self` to a callable that is not a descriptor, but it would pass it to our function.
-        is_bindable = not isinstance(self._holder, type) or hasattr(type(raw), "__get__")
-        if not callable(original) or isinstance(original, type) or not is_bindable:
+        if not inspect.isroutine(original):
             raise self._mismatch(f"it is not a function but {type(raw).__name__}")
         if missing := [name for name in self.needs if name not in inspect.signature(original).parameters]:
             raise self._mismatch(f"it has no parameter {', '.join(missing)}")

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from unsloth_multigpu.errors import ConfigError, LaunchError, MultiGPUError
 from unsloth_multigpu.logs import Console
-from unsloth_multigpu.options import MultiGPUConfig, from_keywords
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.program import find_shell, find_worker_program
 from unsloth_multigpu.report import RunReport
@@ -110,7 +110,7 @@ def enable_multi_gpu(
     try:
         if (program := find_worker_program()) is not None:
             program.meet_at_line()
-        _enable({**named, **from_keywords(others)}, replay=replay)
+        _enable({**named, **others}, replay=replay)
     except MultiGPUError as error:
         if logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):
             raise
@@ -179,9 +179,7 @@ def _open_here(
             # A run that is compared with another is never resumed, so it need not save.
             start.start_this_command(config, num_ranks, saves_when_stopped=not tool.is_comparison)
         identity = SINGLE_PROCESS
-    if (program := find_worker_program()) is not None:
-        return program.open_session(config, identity, console, context)
-    session = open_session(config, identity, console, context, tool)
+    session = open_session(config, identity, console, context, tool, find_worker_program())
     session.had_workers = had_workers
     return session
 

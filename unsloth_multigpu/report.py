@@ -4,71 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+Number = TypeVar("Number", int, float)
 # The name of all optimizer steps but the first, and of what needs less time than this fraction.
 STEPS, _NOTICEABLE = "steps", 0.05
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Throughput over a time. None = not known.
+class Figures:
+    """Figures of one rank in a training, up to its last finished step. None = not known.
 
     Args:
-        steps_per_s: Optimizer steps.
-        samples_per_s: Samples that contributed to a gradient.
-        tokens_per_s: Tokens without padding.
-        waiting: Fraction of the time in which ranks waited for others, 0.0 to 1.0, as the mean of all ranks.
-        padding: Fraction of the tokens in micro-batches that is padding, 0.0 to 1.0.
-    """
-
-    steps_per_s: float | None = None
-    samples_per_s: float | None = None
-    tokens_per_s: float | None = None
-    waiting: float | None = None
-    padding: float | None = None
-
-    def values(self) -> dict[str, float | None]:
-        """Returns JSON values."""
-        return {name: value for name, value in vars(self).items() if name != "steps_per_s"}
-
-
-def rates_of(ranks: Sequence[Mapping[str, Any]]) -> Rates:
-    """Returns the rates of several ranks together: sums of their counts, divided by the first rank's `loop_s`."""
-    seconds = ranks[0]["loop_s"] if ranks else None
-    if not seconds:
-        return Rates()
-    names = ("num_samples", "num_tokens", "num_padding_tokens")
-    num_samples, num_tokens, num_padding = (_total(rank[name] for rank in ranks) for name in names)
-    return Rates(
-        ranks[0]["num_steps"] / seconds,
-        None if num_samples is None else num_samples / seconds,
-        None if num_tokens is None else num_tokens / seconds,
-        _share((rank["waiting_s"], rank["loop_s"]) for rank in ranks),
-        None if num_tokens is None or num_padding is None else num_padding / ((num_tokens + num_padding) or 1),
-    )
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """Figures of one rank in a training. None = not known.
-
-    Args:
+        max_steps: Steps of the whole training, including those before a resumed checkpoint.
         num_steps: Optimizer steps.
         num_samples: Samples that contributed to a gradient, over all steps.
-        num_micro_batches: Forward-backward passes.
-        train_s: Seconds inside `Trainer.train`.
-        sent_bytes: Bytes of gradients or weights that this rank sent, without headers, computed for the usual
-            algorithms of collectives.
         num_tokens: Tokens without padding: those that `attention_mask` selects in `input_ids`, all without a mask. The
             sum over all ranks does not depend on their number. None for a model without tokens.
         num_padding_tokens: Padding tokens of the micro-batches.
         waiting_s: Seconds of waiting for other ranks, including the transfer; 0.0 in one process. None if the ranks
             hold parts of the weights.
         peak_bytes: Peak memory: that allocated by torch on an accelerator, that of the process on the CPU.
+        held_bytes: Memory after the last step, of the same kind.
         step_s: Median seconds of an optimizer step, without evaluations and checkpoints.
         loop_s: Seconds from the start of the first step to the end of the last one.
         setup_s: Seconds from the call of `train()` to the start of the first step.
+    """
+
+    max_steps: int | None = None
+    num_steps: int | None = None
+    num_samples: int | None = None
+    num_tokens: int | None = None
+    num_padding_tokens: int | None = None
+    waiting_s: float | None = None
+    peak_bytes: int | None = None
+    held_bytes: int | None = None
+    step_s: float | None = None
+    loop_s: float | None = None
+    setup_s: float | None = None
+
+    def since(self, before: Figures) -> Figures:
+        """Returns the increments since `before` of the figures that are sums; the others are not known."""
+        names = ("num_steps", "num_samples", "num_tokens", "num_padding_tokens", "waiting_s", "loop_s")
+        pairs = {name: (getattr(before, name), getattr(self, name)) for name in names}
+        return Figures(**{name: None if new is None else new - (old or 0) for name, (old, new) in pairs.items()})
+
+
+def rates_of(ranks: Sequence[Figures]) -> dict[str, float | None]:
+    """Returns the throughput of several ranks together: sums of their counts, divided by the first rank's `loop_s`.
+
+    None = not known.
+
+    Returns:
+        "steps_per_s", "samples_per_s" and "tokens_per_s", without padding; "waiting": the fraction of the time in which
+        ranks waited for others, as the mean of all ranks; "padding": the fraction of the tokens that is padding.
+    """
+    seconds, num_steps = (ranks[0].loop_s, ranks[0].num_steps) if ranks else (None, None)
+    num_tokens, num_padding = _total(rank.num_tokens for rank in ranks), _total(r.num_padding_tokens for r in ranks)
+    return {
+        "steps_per_s": _ratio(num_steps, seconds),
+        "samples_per_s": _ratio(_total(rank.num_samples for rank in ranks), seconds),
+        "tokens_per_s": _ratio(num_tokens, seconds),
+        "waiting": _ratio(_total(rank.waiting_s for rank in ranks), _total(rank.loop_s for rank in ranks)),
+        "padding": _ratio(num_padding, _total((num_tokens, num_padding))),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport(Figures):
+    """Figures of one rank in a training. None = not known.
+
+    Args:
+        num_micro_batches: Forward-backward passes.
+        train_s: Seconds inside `Trainer.train`.
+        sent_bytes: Bytes of gradients or weights that this rank sent, without headers, computed for the usual
+            algorithms of collectives.
         runtime_s: The Trainer's own `train_runtime`.
         phases_s: Seconds since the start of the first step, by what the main thread did: "steps", "saves".
     """
@@ -79,13 +89,6 @@ class RankReport:
     num_micro_batches: int
     train_s: float
     sent_bytes: int | None = None
-    num_tokens: int | None = None
-    num_padding_tokens: int | None = None
-    waiting_s: float | None = None
-    peak_bytes: int | None = None
-    step_s: float | None = None
-    loop_s: float | None = None
-    setup_s: float | None = None
     runtime_s: float | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -123,9 +126,9 @@ class RunReport:
         return _total(r.num_tokens for r in self.ranks)
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> dict[str, float | None]:
         """Rates of all ranks together, from the start of the first step to the end of the last one."""
-        return rates_of([vars(r) for r in self.ranks])
+        return rates_of(self.ranks)
 
     @property
     def had_nothing_to_do(self) -> bool:
@@ -164,17 +167,13 @@ class RunReport:
         return f"{line}; not exactly the training of one process: {self.inexact}" if self.inexact else line
 
 
-def _total(counts: Iterable[int | None]) -> int | None:
+def _total(counts: Iterable[Number | None]) -> Number | None:
     found = list(counts)
     return None if None in found else sum(count for count in found if count is not None)
 
 
-def _share(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
-    """Returns the sum of the first numbers divided by that of the second ones; None if one is not known."""
-    parts, wholes = zip(*pairs, strict=True)
-    if None in parts or None in wholes or not sum(wholes):
-        return None
-    return float(sum(parts) / sum(wholes))
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
 
 
 def _counted(number: int, name: str) -> str:

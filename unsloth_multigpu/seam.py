@@ -18,7 +18,7 @@ from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.versions import check_version
 
 _MISSING: Any = object()
-Owner = Literal["trainer", "accelerator", "callback_handler", "model"]
+Owner = Literal["trainer", "accelerator", "callback_handler"]
 # Libraries whose methods are checked for their parameters. A script may override them with `**kwargs`.
 _LIBRARIES = ("transformers", "accelerate", "trl", "peft", "unsloth", "unsloth_zoo", "UnslothTrainer")
 
@@ -34,7 +34,6 @@ class InstanceSeam:
         needs: Parameters that our replacement relies on.
         called: When it must be called: "step" = in each optimizer step, "step end" = after each, "save" = for each
             checkpoint, "" = not in every training.
-        unless_off: TrainingArguments field that turns the call off if it is zero or None.
         optional: Not every version or trainer has it.
     """
 
@@ -43,7 +42,6 @@ class InstanceSeam:
     reason: str
     needs: tuple[str, ...] = ()
     called: Literal["step", "step end", "save", ""] = ""
-    unless_off: str = ""
     optional: bool = False
 
 
@@ -105,17 +103,12 @@ _TABLE = (
     _seam("accelerator.gather", _ALONE, "tensor"),
     _seam("accelerator.gather_for_metrics", _ALONE, "input_data"),
     _seam("accelerator.reduce", _ALONE, "tensor", "reduction"),
-    _seam(
-        "accelerator.pad_across_processes",
-        "Batches of an evaluation keep their shapes until they are combined.",
-        "tensor",
-    ),
+    _seam("accelerator.pad_across_processes", "Keeps the shapes of batches until they are combined.", "tensor"),
     _seam(
         "accelerator.clip_grad_norm_",
         "Finds a gradient that is infinite or NaN before it reaches the weights.",
         *("parameters", "max_norm", "norm_type"),
         called="step",
-        unless_off="max_grad_norm",
     ),
     _seam("accelerator.backward", "Scales a loss that a script's own training_step computes itself.", "loss"),
     _seam("accelerator.prepare_model", "Creates DDP with our settings, or not at all.", "model"),
@@ -209,9 +202,7 @@ def verify_calls(trainer: TrainerLike, event: Literal["step", "step end", "save"
     for seam in SEAMS.values():
         owner = owner_of(seam, trainer)
         method = vars(owner).get(seam.name)
-        if seam.called != event or not _is_missed(method):
-            continue
-        if not seam.unless_off or getattr(trainer.args, seam.unless_off):
+        if seam.called == event and _is_missed(method):
             what = f"it was not called {'for a checkpoint' if event == 'save' else 'in the first step'}"
             raise _mismatch(seam, type(owner), what)
 

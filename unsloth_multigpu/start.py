@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
 from unsloth_multigpu.errors import ConfigError, SetupError
@@ -120,7 +121,7 @@ def visible_accelerators() -> tuple[str, int]:
 
 def supervise(
     command: Sequence[str], config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True
-) -> None:
+) -> NoReturn:
     """Runs `num_ranks` ranks of `command` and exits as they exit. Does not return.
 
     If num_gpus was not given and a step has too few samples for a rank per device, starts once more with fewer ranks.
@@ -130,16 +131,21 @@ def supervise(
 
     if config.nnodes > 1:
         await_name(*split_endpoint(config), config.timeout_s)
-    resolved, server_devices = _with_shard_chosen(command, config, num_ranks), _reserve_server_devices(config)
-    launcher = DDPLauncher(command, num_ranks, resolved, saves_when_stopped, server_devices)
-    code = launcher.run()
-    if (most_ranks := launcher.most_ranks) is not None:
+    server_devices = _reserve_server_devices(config)
+    while True:
+        resolved = config
+        if config.shard == "auto":
+            from unsloth_multigpu.shard.script_probe import choose_shard
+
+            resolved = config.with_shard(choose_shard(command, os.environ, config, num_ranks))
+        launcher = DDPLauncher(command, num_ranks, resolved, saves_when_stopped, server_devices)
+        code = launcher.run()
+        if launcher.most_ranks is None:
+            exit_like(code)
         if launcher.stop.is_asked():  # A signal came while the first ranks were cleaned up.
             exit_like(-launcher.stop.signal_number)
-        config = replace(config, num_gpus=most_ranks)
-        resolved = _with_shard_chosen(command, config, most_ranks)
-        code = DDPLauncher(command, most_ranks, resolved, saves_when_stopped, server_devices).run()
-    exit_like(code)
+        num_ranks = launcher.most_ranks
+        config = replace(config, num_gpus=num_ranks)
 
 
 def _reserve_server_devices(config: MultiGPUConfig) -> dict[str, str]:
@@ -153,15 +159,7 @@ def _reserve_server_devices(config: MultiGPUConfig) -> dict[str, str]:
     return of_server
 
 
-def _with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) -> MultiGPUConfig:
-    if config.shard != "auto":
-        return config
-    from unsloth_multigpu.shard.script_probe import choose_shard
-
-    return config.with_shard(choose_shard(command, os.environ, config, num_ranks))
-
-
-def exit_like(code: int) -> None:
+def exit_like(code: int) -> NoReturn:
     """Ends this process with the result of `DDPLauncher.run`: an exit code, or -N for signal N."""
     try:
         for stream in (sys.stdout, sys.stderr):
@@ -210,7 +208,7 @@ def is_called_by_pytest() -> bool:
     return any(str(frame.f_globals.get("__name__")).startswith("_pytest.") for frame, _ in frames)
 
 
-def start_this_command(config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True) -> None:
+def start_this_command(config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True) -> NoReturn:
     """Starts ranks of the command that this process runs. Does not return.
 
     Raises:

@@ -10,7 +10,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.option_type import options_of
-from unsloth_multigpu.options import ENV_CONFIG, ENV_PREFIX, FORMER, INTERNAL_VARIABLES, MultiGPUConfig, from_keywords
+from unsloth_multigpu.options import ENV_CONFIG, ENV_PREFIX, FORMER, INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.strategy import AllReduce
 
 
@@ -136,16 +136,16 @@ def test_wrong_variable_is_named_with_a_hint(name, text, message, hint):
 def test_former_argument_is_unknown_and_its_replacement_is_named(name):
     assert name not in options_of(MultiGPUConfig)
     with pytest.raises(ConfigError) as error:
-        from_keywords({"num_gpus": 2, name: True})
+        MultiGPUConfig.resolve({"num_gpus": 2, name: True})
     assert_says(error, f"enable_multi_gpu: {name}=True is not an option", f"Use {FORMER[name]}.")
 
 
 def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all():
     with pytest.raises(ConfigError) as error:
-        from_keywords({"num_gpu": 2})
+        MultiGPUConfig.resolve({"num_gpu": 2})
     assert_says(error, "enable_multi_gpu: num_gpu=2 is not an option", "Did you mean num_gpus?")
     with pytest.raises(ConfigError) as error:
-        from_keywords({"xyzzy": 2})
+        MultiGPUConfig.resolve({"xyzzy": 2})
     assert error.value.hint == f"Options: {', '.join(options_of(MultiGPUConfig))}."
 
 

@@ -22,9 +22,10 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.notebook import display
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.overview import Overview, columns_of, headline
+from unsloth_multigpu.report import Figures
 from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.tools.top.top_command import choose_run
-from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase, read_beats
 from unsloth_multigpu.wire.run import find_runs, pid_scope, read_run, write_run
 
 TEN_STEPS = Figures(
@@ -64,7 +65,7 @@ def pages(run, *figures):
 def test_result_of_the_first_step_stands_in_the_first_line(run):
     made = pages(run, TEN_STEPS, TEN_STEPS)
     look = Overview(run).look()
-    assert look.values()["first_step"] is None
+    assert look["first_step"] is None
     assert "first step" not in headline(look)
     base = Comparison(1, 2, 4, 4, bound=1e-5, one_s=3.8, dealt_s=2.0)
     for off, told in (
@@ -75,7 +76,7 @@ def test_result_of_the_first_step_stands_in_the_first_line(run):
         made[0].note(first_step=found.in_short())
         look = Overview(run).look()
         assert f", {told}" in headline(look)
-        assert look.values()["first_step"] == found.in_short()
+        assert look["first_step"] == found.in_short()
     made[0].note(first_step=dataclasses.replace(base, unproven="it draws").in_short())
     assert headline(Overview(run).look()).endswith("first step: not compared")
     # Another training begins.
@@ -87,24 +88,19 @@ def test_look_adds_up_the_ranks(run):
     slow = dataclasses.replace(TEN_STEPS, num_tokens=600, num_padding_tokens=400, waiting_s=0.0)
     pages(run, TEN_STEPS, slow)
     look = Overview(run).look()
-    assert (look.step, look.max_steps, look.eta_s) == (10, 40, 15.0)
-    values = look.values()
-    assert {n: values[n] for n in ("samples_per_s", "tokens_per_s", "waiting", "padding")} == {
-        "samples_per_s": 32.0,
-        "tokens_per_s": 300.0,
-        "waiting": 0.1,
-        "padding": 0.25,
-    }
-    first = values["ranks"][0]
+    assert (look["step"], look["max_steps"], look["eta_s"]) == (10, 40, 15.0)
+    rates = ("steps_per_s", "samples_per_s", "tokens_per_s", "waiting", "padding")
+    assert [look[name] for name in rates] == [2.0, 32.0, 300.0, 0.1, 0.25]
+    first = look["ranks"][0]
     assert (first["waiting"], first["padding"], first["tokens_per_s"]) == (0.2, 0.1, 180.0)
-    assert first["memory_bytes"] > 2**20  # Of this process.
-    table = dict(columns_of(look))
+    assert first["memory_bytes"] == 2**30
+    table = columns_of(look)
     assert table["step"] == ["10 / 40", "10 / 40"]
     assert table["waiting"] == ["20.0 %", "0.0 %"]
     assert table["peak"] == ["3.00 GiB", "3.00 GiB"]
     assert not {"GPU", "temp.", "log"} & table.keys()
     assert "step 10 of 40, 15 s left, 32 samples/s, 300 tokens/s" in headline(look)
-    json.dumps(values)
+    json.dumps(look)
 
 
 def test_rank_that_is_stuck_is_marked(run, monkeypatch):
@@ -114,11 +110,11 @@ def test_rank_that_is_stuck_is_marked(run, monkeypatch):
     monkeypatch.setattr(overview.time, "monotonic", lambda: now_s + 30.0)
     second.mark(Phase.SAVE)
     look = Overview(run).look()
-    assert [row.is_stuck for row in look.rows] == [True, False]
-    stuck, saves = dict(columns_of(look))["doing"]
+    assert [row["is_stuck"] for row in look["ranks"]] == [True, False]
+    stuck, saves = columns_of(look)["doing"]
     assert re.fullmatch(r"compute, no progress for 3\d s", stuck)
     assert saves == "save"
-    assert look.eta_s is None
+    assert look["eta_s"] is None
 
 
 def test_process_that_is_gone_is_told(run):
@@ -129,7 +125,7 @@ def test_process_that_is_gone_is_told(run):
     page = Path(run.folder, "beat_rank_0")
     page.write_bytes(page.read_bytes().replace(own, gone))
     look = Overview(run).look()
-    assert dict(columns_of(look))["doing"] == ["its process is gone"]
+    assert columns_of(look)["doing"] == ["its process is gone"]
 
 
 def test_only_living_runs_of_this_user_are_found(run, tmp_path):

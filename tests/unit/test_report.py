@@ -38,7 +38,8 @@ def test_line_that_is_not_whole_takes_no_other_with_it(tmp_path):
 
 
 def test_run_report_says_the_training_in_a_sentence():
-    ranks = (RankReport(0, 15, 109, 10, 4.34), RankReport(1, 15, 131, 10, 5.0))
+    first = RankReport(rank=0, num_steps=15, num_samples=109, num_micro_batches=10, train_s=4.34)
+    ranks = (first, dataclasses.replace(first, rank=1, num_samples=131, train_s=5.0))
     report = RunReport(ranks)
     assert report.num_samples == 240
     assert report.summary() == "trained 15 steps, 240 samples (109 + 131) in 5.0 s (48 samples/s)"

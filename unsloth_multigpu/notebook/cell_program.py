@@ -17,7 +17,6 @@ import torch.distributed as dist
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager, local_device
 from unsloth_multigpu.launch.rank import enter_notebook
-from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.kernel_share import Publisher, Receiver
@@ -31,12 +30,10 @@ from unsloth_multigpu.notebook.recovery import (
     rejoin,
     store_of_group,
 )
-from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.program import Program
-from unsloth_multigpu.session import Session, open_session
+from unsloth_multigpu.session import Session
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.identity import RankIdentity
 
 
 class ReplayedLineError(SetupError, ConfigError):
@@ -67,16 +64,9 @@ class CellProgram(Program):
         """The Trainers of this session; None without an open session."""
         return None if self.session is None else self._trainings
 
-    def open_session(
-        self, config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext
-    ) -> Session:
-        """Opens the session of this process; see `unsloth_multigpu.session.open_session`."""
-        self._session = open_session(config, identity, console, context, program=self)
-        return self._session
-
     def enter(self, session: Session) -> None:
         """Sets up this process as a rank."""
-        config = session.config
+        self._session, config = session, session.config
         # Must be equal on all ranks: a failed call of enable_multi_gpu() may have counted on some of them only.
         session.index = 0
         self._trainings = Trainings()
@@ -188,10 +178,7 @@ class WorkerProgram(CellProgram):
             raise ReplayedLineError("This call was repeated in a later cell.", hint="Continue there.")
         self.await_rank_0()
 
-    def open_session(
-        self, config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext
-    ) -> Session:
+    def enter(self, session: Session) -> None:
         """Also lets `disable_multi_gpu()` wait for that of rank 0, which ends this process."""
-        session = super().open_session(config, identity, console, context)
+        super().enter(session)
         session.on_close.callback(self._receiver.wait_for, "disable_multi_gpu()")
-        return session

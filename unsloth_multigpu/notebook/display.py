@@ -9,7 +9,7 @@ import contextvars
 import html
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -17,9 +17,8 @@ from IPython.display import display
 
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.kernel_share import Publisher, read_ranks
-from unsloth_multigpu.overview import Look, Overview, columns_of, headline, lines_of, table_of
+from unsloth_multigpu.overview import Overview, headline, table_of
 from unsloth_multigpu.wire.child import read_tail
-from unsloth_multigpu.wire.heartbeat import Phase
 from unsloth_multigpu.wire.run import Run
 
 _NUM_LOG_LINES = 40
@@ -92,17 +91,7 @@ class RankMagics:
         elif words:
             sys.stdout.write(_USAGE + "\n")
         else:
-            sys.stdout.write(self._table() + "\n")
-
-    def _table(self) -> str:
-        look = Overview(self._run).look()
-        columns = [
-            ("rank", [str(row.rank) for row in look.rows]),
-            ("pid", [str(pid) for pid in self._kernel.pids]),
-            *(column for column in columns_of(look) if column[0] not in ("rank", "log")),
-            ("log", ["-", *(str(worker.log) for worker in self._kernel.workers)]),
-        ]
-        return "\n".join(lines_of(columns))
+            sys.stdout.write("\n".join(table_of(Overview(self._run).look())) + "\n")
 
 
 def prefix_output(text: str, rank: int) -> str:
@@ -148,14 +137,14 @@ class Panel:
             is_over = self._stop.wait(_EVERY_S) or not is_in_cell()
             look = overview.look()
             # A training that is not steered has no phases, and one of less than a second needs no table.
-            has_begun = any(row.beat.phase != Phase.SCRIPT for row in look.rows)
+            has_begun = any(row["phase"] != "script" for row in look["ranks"])
             if handle is None and has_begun and not is_over:
                 handle = display(bundle(look), raw=True, display_id=True)
             elif handle is not None:
                 handle.update(bundle(look), raw=True)
 
 
-def bundle(look: Look) -> dict[str, str]:
+def bundle(look: Mapping[str, Any]) -> dict[str, str]:
     """Returns the table as a MIME bundle: as text and as the same text in HTML."""
     text = "\n".join([headline(look), *table_of(look, _WIDTH)])
     return {"text/plain": text, "text/html": _HTML.format(html.escape(text))}

@@ -42,7 +42,7 @@ from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.recovery import abort_group, close_group
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
-from unsloth_multigpu.session import Session
+from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -204,7 +204,7 @@ class Notebook:
         self._open_group()
         # Read again, because this kernel has become a rank meanwhile.
         context = RunContext.read(os.environ)
-        return self.program.open_session(self._config, self._identity, console, context)
+        return open_session(self._config, self._identity, console, context, program=self.program)
 
     def after_cell(self) -> None:
         """Called between two cells: opens a new process group if the last cell broke the old one.

@@ -105,7 +105,6 @@ def _supervise_ranks() -> NoReturn:
     config = with_several_ranks(MultiGPUConfig.resolve({}))
     num_ranks = ranks_to_start(config)
     supervise([sys.executable, "-m", "unsloth_multigpu.tools.allreduce", sys.argv[1], "rank"], config, num_ranks)
-    raise AssertionError("supervise() exits")
 
 
 def wait_for(*devices: torch.device) -> None:

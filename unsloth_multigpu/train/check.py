@@ -73,7 +73,7 @@ class StepCheck(Part):
 
     def is_needed(self, seam: str) -> bool:
         # A script's own training_step may not call compute_loss. The step feed checks whether that is right.
-        return seam != "compute_loss"
+        return seam != "compute_loss" and (seam != "clip_grad_norm_" or bool(self._trainer.args.max_grad_norm))
 
     def _batch_samples(self, original: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Overrides `Trainer.get_batch_samples`: if ranks load samples of their own, all must have equally many."""

@@ -5,7 +5,6 @@ Nothing here is collective.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections import deque
@@ -21,10 +20,10 @@ from unsloth_multigpu.deal.measure import Stopwatch
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
-from unsloth_multigpu.report import STEPS, RankReport, RunReport, rates_of
+from unsloth_multigpu.report import STEPS, Figures, RankReport, RunReport, rates_of
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase, read_beats
 from unsloth_multigpu.wire.process import read_peak_bytes
 from unsloth_multigpu.words import GIB
 
@@ -146,19 +145,17 @@ class Meter(Part):
 
     def report(self, counts: tuple[int, int, int], train_s: float, sent_bytes: int | None) -> RankReport:
         """Returns this rank's report, without its number. `counts` are steps, samples and micro-batches."""
-        measured = {field.name for field in dataclasses.fields(RankReport)} & vars(self.figures).keys()
-        figures = {name: getattr(self.figures, name) for name in measured - {"num_steps", "num_samples"}}
+        counted = dict(zip(("num_steps", "num_samples", "num_micro_batches"), counts, strict=True))
         phases_s = dict.fromkeys(_IN_REPORT.values(), 0.0)
         for phase, name in _IN_REPORT.items():
             phases_s[name] += self._beat.spent_s[phase] - self._spent_before_s[phase]
         return RankReport(
-            0,
-            *counts,
+            **{**vars(self.figures), **counted},
+            rank=0,
             train_s=train_s,
             sent_bytes=sent_bytes,
             runtime_s=self.runtime_s,
             phases_s={name: seconds for name, seconds in phases_s.items() if seconds > 0.0},
-            **figures,
         )
 
     def report_alone(self) -> RunReport:
@@ -371,10 +368,10 @@ class LogFigures(Part):
         before, self._before = self._before, now
         gained = {rank: figures.since(before.get(rank, Figures())) for rank, figures in now.items()}
         rates = rates_of(list(gained.values()))
-        found = {"tokens_per_s": rates.tokens_per_s, "padding": rates.padding, "waiting": rates.waiting}
-        if rates.waiting is not None and len(gained) > 1:
+        found = {name: rates[name] for name in ("tokens_per_s", "padding", "waiting")}
+        if rates["waiting"] is not None and len(gained) > 1:
             # The others wait for the rank that waits least.
-            found["slowest_rank"] = min(gained, key=lambda rank: gained[rank]["waiting_s"] or 0.0)
+            found["slowest_rank"] = min(gained, key=lambda rank: gained[rank].waiting_s or 0.0)
         peaks = [figures.peak_bytes for figures in now.values() if figures.peak_bytes]
         found["peak_memory_gib"] = max(peaks) / GIB if peaks else None
         return {_PREFIX + name: round(value, 5) for name, value in found.items() if value is not None}

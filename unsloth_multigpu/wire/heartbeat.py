@@ -9,9 +9,10 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from unsloth_multigpu.report import Figures
 
 
 class Phase(enum.IntEnum):
@@ -43,32 +44,6 @@ class Phase(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Figures of a rank's training up to its last finished step. None = not known.
-
-    They are those of `report.RankReport`; `held_bytes` is the memory now, `max_steps` as in `report.RunReport`.
-    """
-
-    max_steps: int | None = None
-    num_steps: int | None = None
-    num_samples: int | None = None
-    num_tokens: int | None = None
-    num_padding_tokens: int | None = None
-    waiting_s: float | None = None
-    peak_bytes: int | None = None
-    held_bytes: int | None = None
-    step_s: float | None = None
-    loop_s: float | None = None
-    setup_s: float | None = None
-
-    def since(self, before: Figures) -> dict[str, Any]:
-        """Returns the increments since `before` of the fields that are sums; None = not known."""
-        names = ("num_steps", "num_samples", "num_tokens", "num_padding_tokens", "waiting_s", "loop_s")
-        pairs = {name: (getattr(before, name), getattr(self, name)) for name in names}
-        return {name: None if new is None else new - (old or 0) for name, (old, new) in pairs.items()}
-
-
-@dataclass(frozen=True)
 class Heartbeat:
     """The content of a page.
 
@@ -95,7 +70,7 @@ class Heartbeat:
     alive_s: float = 0.0
     collective: int = -1
     longest_s: float = 0.0
-    figures: Figures = Figures()
+    figures: Figures = field(default_factory=Figures)
     pid: int = -1
     device: str = ""
     device_id: str = ""

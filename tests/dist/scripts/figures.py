@@ -80,7 +80,7 @@ def train(job):
         "pages": callback.pages,
         "report": None if report is None else dataclasses.asdict(report),
         "summary": None if report is None else report.summary(),
-        "numbers": None if report is None else [report.rates.tokens_per_s, report.rates.waiting, report.rates.padding],
+        "numbers": None if report is None else [report.rates[name] for name in ("tokens_per_s", "waiting", "padding")],
     }
 
 

@@ -89,11 +89,10 @@ def check_instance_seams() -> int:
     Raises PatchError for the first method that has other parameters.
     """
     from accelerate import Accelerator
-    from transformers import PreTrainedModel, Trainer
+    from transformers import Trainer
     from transformers.trainer_callback import CallbackHandler
 
-    owners = {"accelerator": Accelerator, "callback_handler": CallbackHandler}
-    owners |= {"model": PreTrainedModel, "trainer": Trainer}
+    owners = {"accelerator": Accelerator, "callback_handler": CallbackHandler, "trainer": Trainer}
     return sum(check_seam(seam, owners[seam.owner]) for seam in SEAMS.values())
 
 

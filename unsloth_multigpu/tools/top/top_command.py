@@ -12,7 +12,7 @@ from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.option_type import Option
-from unsloth_multigpu.overview import Look, Overview, headline, table_of
+from unsloth_multigpu.overview import Overview, headline, table_of
 from unsloth_multigpu.wire.heartbeat import read_beats
 from unsloth_multigpu.wire.run import Run, find_runs, read_run
 from unsloth_multigpu.words import duration
@@ -48,7 +48,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         return 0
     overview = Overview(choose_run(name))
     if own.json:
-        screen.json(overview.look().values())
+        screen.json(overview.look())
     elif own.once or not screen.is_terminal:
         for line, style in _lines(overview.look(), screen.console.width if screen.is_terminal else None):
             screen.line(line, style)
@@ -103,12 +103,12 @@ def _listed(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
-def _lines(look: Look, width: int | None) -> list[tuple[str, str]]:
+def _lines(look: Mapping[str, Any], width: int | None) -> list[tuple[str, str]]:
     """Returns (line, style); a stuck rank is red."""
-    if not look.rows:
+    if not look["ranks"]:
         return [(headline(look), "bold"), ("its ranks are starting", "")]
     names, *ranks = table_of(look, width)
-    styles = ["bold red" if row.is_stuck else "" for row in look.rows]
+    styles = ["bold red" if row["is_stuck"] else "" for row in look["ranks"]]
     return [(headline(look), "bold"), ("", ""), (names, "bold"), *zip(ranks, styles, strict=True)]
 
 
