@@ -55,8 +55,7 @@ class Command:
         run: Runs the command with the options of `read` and the program, which is the script and its arguments, or
             `-m`, a module and its arguments. Returns the exit code.
         runs_program: A script or module follows its options.
-        has_options_of_run: It has the options of a run whose `commands` contain its name.
-        defaults: Other defaults of these.
+        defaults: Other defaults of the options of a run that it has.
         operand: The option that is given without its name.
     """
 
@@ -65,7 +64,6 @@ class Command:
     options: type[Arguments]
     run: Callable[[Any, Mapping[str, Any], Sequence[str]], int]
     runs_program: bool = False
-    has_options_of_run: bool = False
     defaults: Mapping[str, Any] | None = None
     operand: str = ""
 
@@ -76,12 +74,12 @@ class Command:
 
     def table(self) -> dict[str, Option]:
         """Returns its own options and those of a run, by name."""
-        return {**self.options.table(), **self._of_run()}
+        return {**self.options.table(), **command_options(self.name, self.defaults)}
 
     def add_options(self, parser: argparse.ArgumentParser, *, shows_all: bool) -> None:
         """Adds its options to its parser, whose help lists all options of a run only if `shows_all`."""
         groups: dict[str, argparse._ActionsContainer] = {"": parser}
-        rest = {name for name, option in self._of_run().items() if option.group != EVERYDAY}
+        rest = {name for name, option in command_options(self.name).items() if option.group != EVERYDAY}
         if rest:
             parser.add_argument(HELP_ALL, action="help", help=f"list all options, {len(rest)} more, and exit")
         for name, option in self.table().items():
@@ -96,10 +94,7 @@ class Command:
         Raises:
             ConfigError: An invalid value.
         """
-        return self.options.read(options), {name: getattr(options, name) for name in self._of_run()}
-
-    def _of_run(self) -> dict[str, Option]:
-        return command_options(self.name, self.defaults) if self.has_options_of_run else {}
+        return self.options.read(options), {name: getattr(options, name) for name in command_options(self.name)}
 
 
 def _add_option(

@@ -67,14 +67,7 @@ def run(own: RunOptions, given: Mapping[str, Any], program: Sequence[str]) -> No
     os.execv(command[0], command)
 
 
-_RUN = Command(
-    "run",
-    "run a script without enable_multi_gpu() on every GPU",
-    RunOptions,
-    run,
-    runs_program=True,
-    has_options_of_run=True,
-)
+_RUN = Command("run", "run a script without enable_multi_gpu() on every GPU", RunOptions, run, runs_program=True)
 
 
 class Parser(argparse.ArgumentParser):

@@ -93,8 +93,9 @@ class SerialTrainer(Part):
                 result = original_train()
         finally:
             self._replicas.clear()
-        counts = {"num_steps": self._num_steps, "num_samples": self._num_samples, "num_micro_batches": self._num_shards}
-        mine = RankReport(rank=0, train_s=time.monotonic() - start, sent_bytes=self.moved_bytes, **counts)
+        counts: dict[str, Any] = dict(num_steps=self._num_steps, num_samples=self._num_samples)
+        counts |= dict(num_micro_batches=self._num_shards, sent_bytes=self.moved_bytes)
+        mine = RankReport(rank=0, train_s=time.monotonic() - start, **counts)
         self.report = RunReport((mine,))
         logger.info("legacy serial path: %s", self.report.summary("moved {:.1f} MB to and from the replicas"))
         return result

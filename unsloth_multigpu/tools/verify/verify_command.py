@@ -96,7 +96,6 @@ COMMAND = Command(
     Options,
     run,
     runs_program=True,
-    has_options_of_run=True,
 )
 
 
