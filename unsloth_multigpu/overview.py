@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections import deque
@@ -11,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.report import Figures, rates_of
+from unsloth_multigpu.wire.child import read_tail
 from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase, read_beats
 from unsloth_multigpu.wire.process import read_state
 from unsloth_multigpu.wire.run import Run
-from unsloth_multigpu.words import aligned, duration, gib, shown_lines
+from unsloth_multigpu.words import aligned, duration, gib
 
 # Rates are computed over at least this time.
 _WINDOW_S = 10.0
 # A rank is stuck after so many seconds, and so many of its own steps, without progress.
 _QUIET_S, _QUIET_STEPS = 5.0, 5.0
 _TRAINS = (Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE)
-_TAIL_BYTES = 4096
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[^\x20-\x7e\u00a0-\uffff]")
 
 
@@ -101,13 +100,7 @@ class Overview:
 
 def last_line(path: Path) -> str:
     """Returns the last line of a log that has a letter or digit, as a terminal shows it, printable characters only."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    shown = [_CONTROL.sub("", line).strip() for line in shown_lines(text)]
+    shown = [_CONTROL.sub("", line).strip() for line in read_tail(path).splitlines()]
     return next((line for line in reversed(shown) if any(map(str.isalnum, line))), "")
 
 

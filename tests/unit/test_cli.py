@@ -16,7 +16,7 @@ from unsloth_multigpu import start, versions
 from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.cli import script_runner as script
-from unsloth_multigpu.errors import LaunchError, SetupError
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options, variable
 from unsloth_multigpu.tools import script_program as program
 from unsloth_multigpu.tools.doctor import device_check as device
@@ -38,17 +38,11 @@ def started(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     calls = []
 
-    def supervise(command, config, num_ranks):
-        calls.append((command, num_ranks))
-        raise Replaced
-
     def execv(program, command):
         assert program == sys.executable
-        calls.append((command, 1))
+        calls.append(command)
         raise Replaced
 
-    monkeypatch.setattr(start, "supervise", supervise)
-    monkeypatch.setattr(start, "ranks_to_start", lambda config: config.num_gpus or 1)
     monkeypatch.setattr(os, "execv", execv)
     clean = {n: v for n, v in os.environ.items() if not n.startswith((ENV_PREFIX, "RANK", "WORLD_SIZE"))}
     with mock.patch.dict(os.environ, clean, clear=True):
@@ -60,7 +54,7 @@ def run(*arguments):
         main.main(["run", *arguments])
 
 
-RANK = [sys.executable, "-m", "unsloth_multigpu.cli.script_runner"]
+RUNNER = [sys.executable, "-m", "unsloth_multigpu.cli.script_runner"]
 
 
 @pytest.mark.parametrize(
@@ -76,9 +70,7 @@ RANK = [sys.executable, "-m", "unsloth_multigpu.cli.script_runner"]
 )
 def test_run_leaves_the_arguments_of_the_script_alone(started, arguments, program):
     run(*arguments)
-    ((command, num_ranks),) = started
-    assert command == [*RANK, *program]
-    assert num_ranks == (3 if "3" in arguments or "--num-gpus=3" in arguments else 1)
+    assert started == [[*RUNNER, *program]]
 
 
 def test_option_of_the_command_behind_the_script_is_told_unless_it_is_said_whose_it_is(started, capfd):
@@ -105,12 +97,6 @@ def test_run_hands_every_option_on_by_the_environment(started, name):
     run(*arguments, "train.py")
     config = MultiGPUConfig.resolve({})
     assert config == MultiGPUConfig(**given) != MultiGPUConfig()
-
-
-def test_run_starts_no_ranks_inside_a_rank(started):
-    os.environ.update(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="4", MASTER_ADDR="x", MASTER_PORT="1")
-    run("--num-gpus", "4", "train.py")
-    assert started == [([*RANK, "train.py"], 1)]
 
 
 @pytest.mark.parametrize(
@@ -150,14 +136,13 @@ def test_wrong_command_line_is_told_with_a_hint(started, capsys, arguments, mess
     assert started == []
 
 
-@pytest.mark.parametrize("error", [SetupError, LaunchError])
-def test_error_ends_the_command_with_its_exit_code(started, monkeypatch, capsys, error):
-    def fail(config):
-        raise error("It rains.", hint="Take an umbrella.")
-
-    monkeypatch.setattr(start, "ranks_to_start", fail)
-    assert main.main(["run", "train.py"]) == error.exit_code
-    assert capsys.readouterr().err == "error: It rains.\nHint: Take an umbrella.\n"
+@pytest.mark.parametrize("num_gpus", ["3", "1"])
+def test_error_of_the_supervisor_ends_run_with_its_exit_code(tmp_path, num_gpus):
+    (tmp_path / "train.py").write_text("print('begun')")
+    command = [sys.executable, "-m", main.__name__, "run", "--num-gpus", num_gpus, "--device", "xpu", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (SetupError.exit_code, "")
+    assert done.stderr.startswith("error: device='xpu', but no such device is visible.\nHint: Set device='auto'")
 
 
 def test_verify_starts_no_ranks_inside_a_rank(started, capsys):

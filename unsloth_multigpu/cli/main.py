@@ -18,10 +18,7 @@ from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.option_type import Option, did_you_mean, flag
 from unsloth_multigpu.options import ENV_CONFIG, MultiGPUConfig, variable
-from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.versions import installed_version
-from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.identity import read_identity
 from unsloth_multigpu.wire.run import SCRIPT_MODULE
 
 # In the order of `--help`.
@@ -42,26 +39,13 @@ class RunOptions(Arguments):
 
 
 def run(own: RunOptions, given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:
-    """Becomes the supervisor of the ranks of `program`, or its only process."""
-    from unsloth_multigpu.logs import Console
-    from unsloth_multigpu.start import check_cluster, needs_supervisor, ranks_to_start, supervise
-
+    """Becomes `program`, with `enable_multi_gpu()` before its first line."""
     if own.config is not None:
         # The absolute path, because the script may change the working folder before enable_multi_gpu().
         os.environ[ENV_CONFIG] = os.path.abspath(own.config)
-    config = tool_of(RunContext.read(os.environ)).adjusted(MultiGPUConfig.resolve(given))
-    # As variables, so that enable_multi_gpu() in the script has the same options.
+    MultiGPUConfig.resolve(given)  # Errors name the option as it was given here.
     os.environ.update({variable(name): str(value) for name, value in given.items() if value is not None})
     command = [sys.executable, "-m", SCRIPT_MODULE, *program]
-    Console()
-    is_rank = read_identity(os.environ) is not None  # Started by torchrun or srun.
-    if not is_rank:
-        check_cluster(config)
-    # Counting the devices imports torch, so it is left to the rank if there can be only one.
-    if not is_rank and (config.num_gpus != 1 or needs_supervisor(config, 1)):
-        num_ranks = ranks_to_start(config)
-        if needs_supervisor(config, num_ranks):
-            supervise(command, config, num_ranks)
     for stream in (sys.stdout, sys.stderr):
         print(end="", file=stream, flush=True)  # `file=None` is allowed: the command may have no stdout.
     os.execv(command[0], command)

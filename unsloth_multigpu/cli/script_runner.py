@@ -1,6 +1,6 @@
-"""Runs a script without `enable_multi_gpu()` as a rank: `python -m unsloth_multigpu.cli.script_runner train.py --args`.
+"""Runs a script after `enable_multi_gpu()`: `python -m unsloth_multigpu.cli.script_runner train.py --args`.
 
-Also runs the scripts of `unsloth-multigpu verify`, which may call it.
+So it is the supervisor, or a rank. Also runs the scripts of `unsloth-multigpu verify`, which may call it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.logs import tell
 from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.identity import read_identity
 
 
 def main() -> None:
@@ -40,12 +43,21 @@ def main() -> None:
     if not is_module and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
 
-    from unsloth_multigpu.plugin import enable_multi_gpu
+    from unsloth_multigpu.hooks.refusal import followed_train_patch
+    from unsloth_multigpu.patching import PatchRegistry
+    from unsloth_multigpu.plugin import enable_multi_gpu, is_multi_gpu_enabled
 
     if is_followed:
-        _refuse_unfollowed_training()
+        # A call of enable_multi_gpu() in the source may not be reached: then `train()` raises.
+        PatchRegistry([followed_train_patch(is_multi_gpu_enabled)]).apply()
     if not starts_itself:
-        enable_multi_gpu()
+        try:
+            enable_multi_gpu()
+        except MultiGPUError as error:
+            if read_identity(os.environ) is not None:
+                raise  # A rank reports it to its supervisor.
+            tell(f"error: {error}\n")
+            raise SystemExit(error.exit_code) from None
     try:
         if is_module:
             # The interpreter's own function for -m, which runs the module in sys.modules["__main__"].
@@ -87,15 +99,6 @@ def _module_file(name: str) -> Path | None:
         places, origin = list(spec.submodule_search_locations or []), spec.origin
     # A package runs its __main__.
     return Path(places[0], "__main__.py") if places else Path(origin or "")
-
-
-def _refuse_unfollowed_training() -> None:
-    """Makes `train()` raise if `enable_multi_gpu()` was not called: a call in the source may not be reached."""
-    from unsloth_multigpu.hooks.refusal import followed_train_patch
-    from unsloth_multigpu.patching import PatchRegistry
-    from unsloth_multigpu.plugin import is_multi_gpu_enabled
-
-    PatchRegistry([followed_train_patch(is_multi_gpu_enabled)]).apply()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ logger = get_logger(__name__)
 _POLL_S = 0.01
 # Limit from SIGKILL until a process is gone. A driver may hold it longer.
 KILL_LIMIT_S = 5.0
+# The end of a log is looked for in so many bytes.
+_TAIL_BYTES = 65536
 # Starts Python by way of a shell. A debugger that is attached to this process would patch a Python child, which would
 # then wait for a client that VS Code and JupyterLab never connect.
 _BY_SHELL = ("/bin/sh", "-c", 'exec "$0" "$@"')
@@ -137,8 +139,9 @@ def connect_to_parent() -> Connection:
 
 def read_tail(log: Path, num_lines: int = 25) -> str:
     """Returns the last lines of a log; "" if it cannot be read."""
-    with suppress(OSError):
-        return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-num_lines:])
     return ""
 
 
