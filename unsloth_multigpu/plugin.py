@@ -13,7 +13,7 @@ from unsloth_multigpu.errors import ConfigError, LaunchError, MultiGPUError
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
-from unsloth_multigpu.program import find_shell, find_worker_program
+from unsloth_multigpu.program import Program, find_shell, find_worker_program
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.strategy import Strategy
@@ -134,10 +134,11 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     shell = find_shell()
     console = Console(is_notebook=shell is not None)
     try:
-        _session = _open_here(config, context, tool, console, shell, replay=replay)
+        _session = _open_here(config, context, tool, shell, replay=replay)
     except BaseException:
         console.close()
         raise
+    _session.console = console
 
 
 def _refuse_unsteered_training() -> None:
@@ -153,15 +154,7 @@ def _refuse_unsteered_training() -> None:
     PatchRegistry([unsteered_train_patch(is_lone)]).apply()
 
 
-def _open_here(
-    config: MultiGPUConfig,
-    context: RunContext,
-    tool: Tool,
-    console: Console,
-    shell: Any,
-    *,
-    replay: bool,
-) -> Session:
+def _open_here(config: MultiGPUConfig, context: RunContext, tool: Tool, shell: Any, *, replay: bool) -> Session:
     """Opens the session of a rank, a notebook's kernel or a single process. In a supervisor it does not return."""
     had_workers = _session is not None and _session.had_workers
     identity = read_identity(os.environ, is_kernel=shell is not None)
@@ -175,13 +168,12 @@ def _open_here(
             if shell is not None:
                 from unsloth_multigpu.notebook.kernel_start import open_notebook
 
-                return open_notebook(config, num_ranks, console, shell, replay=replay, had_workers=had_workers)
+                return open_notebook(config, num_ranks, shell, replay=replay, had_workers=had_workers)
             # A run that is compared with another is never resumed, so it need not save.
             start.start_this_command(config, num_ranks, saves_when_stopped=not tool.is_comparison)
         identity = SINGLE_PROCESS
-    session = open_session(config, identity, console, context, tool, find_worker_program())
-    session.had_workers = had_workers
-    return session
+    program = find_worker_program() or Program()
+    return open_session(Session(config, identity, context, tool, program=program, had_workers=had_workers))
 
 
 def disable_multi_gpu() -> None:

@@ -48,7 +48,6 @@ class Session:
 
     config: MultiGPUConfig
     identity: RankIdentity
-    console: Console
     context: RunContext = field(default_factory=RunContext)
     tool: Tool = field(default_factory=Tool)
     events: EventWriter | None = None
@@ -61,6 +60,7 @@ class Session:
     # True once this notebook kernel has started ranks, which it cannot do a second time.
     had_workers: bool = False
     is_closed: bool = False
+    console: Console | None = None
     # Calls of `run_training` that have not returned.
     num_running: int = 0
     # The last training raised an error: the other ranks may still be in it.
@@ -96,7 +96,8 @@ class Session:
         self.is_closed = True
         self.registry.undo()
         self.on_close.close()
-        self.console.close()
+        if self.console is not None:
+            self.console.close()
 
     def leave(self) -> None:
         """Called at exit. Serves the store as long as other ranks need it, after a failure only for a moment."""
@@ -215,35 +216,27 @@ class Session:
         return (asks_for_plan or asks_for_guard) and not self.tool.is_comparison
 
 
-def open_session(
-    config: MultiGPUConfig,
-    identity: RankIdentity,
-    console: Console,
-    context: RunContext | None = None,
-    tool: Tool | None = None,
-    program: Program | None = None,
-) -> Session:
-    """Makes this process the rank of `identity` and applies the patches.
+def open_session(session: Session) -> Session:
+    """Makes this process the rank of the session and applies the patches.
 
     Raises:
         SetupError: The options do not fit the ranks that the launcher started.
         VersionError: A library outside the supported range.
     """
-    session = Session(config, identity, console, context or RunContext(), tool or Tool(), program=program or Program())
     _check_ranks(session)
     session.program.enter(session)
     if session.tool.draws_alike:
         from unsloth_multigpu.group.random_state import seed_all
 
         seed_all(0)
-    if session.events is not None and session.context.server_port is not None:
+    is_first = session.identity.rank == 0
+    if session.events is not None and (port := session.context.server_port) is not None:
         from unsloth_multigpu.hooks.server_patches import GenerationServer
 
-        is_first = identity.rank == 0
-        session.server = GenerationServer(config, session.context.server_port, session.events, is_first=is_first)
+        session.server = GenerationServer(session.config, port, session.events, is_first=is_first)
     session.registry = PatchRegistry(_patches(session))
     session.registry.apply()
-    if identity.rank == 0:
+    if is_first:
         _log_start(session)
     return session
 

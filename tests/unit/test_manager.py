@@ -10,7 +10,6 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeo
 from unsloth_multigpu.group import manager as module
 from unsloth_multigpu.group.board import Board
 from unsloth_multigpu.group.manager import DDPManager, find_accelerator
-from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.start import visible_accelerators
@@ -79,8 +78,7 @@ def test_rank_that_does_not_come_to_the_group_is_named(store):
 def test_rank_whose_training_has_failed_waits_until_the_others_have_left_it(store):
     config = MultiGPUConfig(timeout_s=0.05)
     first, second = (
-        Session(config, dataclasses.replace(ONE_OF_TWO, rank=rank, local_rank=rank), Console(), index=0)
-        for rank in range(2)
+        Session(config, dataclasses.replace(ONE_OF_TWO, rank=rank, local_rank=rank), index=0) for rank in range(2)
     )
     second.has_failed = True  # And its script has caught the error.
     told = r"rank 1 waited 0\.05 seconds for rank 0 to leave the training that has failed on this rank"

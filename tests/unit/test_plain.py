@@ -50,7 +50,7 @@ def test_one_process_with_one_device_gets_the_model_itself():
     ],
 )
 def test_option_that_only_a_trainer_follows_is_refused(options, monkeypatch):
-    monkeypatch.setattr(plugin, "_session", Session(MultiGPUConfig(**options), SINGLE_PROCESS, console=None))
+    monkeypatch.setattr(plugin, "_session", Session(MultiGPUConfig(**options), SINGLE_PROCESS))
     (name,) = options
     with pytest.raises(SetupError, match=f"{name}=.* needs a transformers.Trainer"):
         ump.wrap_model_multi_gpu(net())
@@ -110,7 +110,7 @@ def loaders(num_samples, batch_size, world_size, config=None, **options):
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for rank in range(world_size):
-            session = Session(config or MultiGPUConfig(), place(rank, world_size), console=None)
+            session = Session(config or MultiGPUConfig(), place(rank, world_size))
             patch.setattr(plugin, "_session", session)
             found.append(ump.distributed_loader(range(num_samples), batch_size, collate_fn=list, **options))
     return found

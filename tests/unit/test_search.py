@@ -21,7 +21,7 @@ def test_search_is_refused_on_several_ranks(world_size):
 
 def test_trial_is_not_steered_and_refuses_what_would_steer_it():
     def run(**options):
-        session = Session(MultiGPUConfig(**options), SINGLE_PROCESS, console=None)
+        session = Session(MultiGPUConfig(**options), SINGLE_PROCESS)
         return session.run_training(None, lambda: "trained", {"trial": object()})
 
     assert run() == "trained"

@@ -13,7 +13,6 @@ from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError, V
 from unsloth_multigpu.hooks import server_patches
 from unsloth_multigpu.hooks.server_patches import GenerationServer
 from unsloth_multigpu.launch import generation_server
-from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.wire.event import EventWriter, read_events
@@ -108,7 +107,7 @@ def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path, monkeypatch)
 
 def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path, monkeypatch):
     used, identity = server(tmp_path), RankIdentity(0, 0, 1, 1, "unsloth_multigpu")
-    session = Session(MultiGPUConfig(generators=1), identity, Console(), server=used)
+    session = Session(MultiGPUConfig(generators=1), identity, server=used)
     with pytest.raises(SetupError, match="reserves GPUs for generation, and Other does not generate"):
         session.run_training(type("Other", (), {})(), lambda: None, {})
     monkeypatch.setattr(generation_server, "answers", lambda _: True)
@@ -121,4 +120,4 @@ def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path, monkeypa
 def test_ranks_of_another_launcher_are_refused():
     told = "is started by the process that starts the ranks, and torchrun has started them"
     with pytest.raises(SetupError, match=told):
-        open_session(MultiGPUConfig(generators=1), RankIdentity(0, 0, 2, 2, "torchrun"), Console())
+        open_session(Session(MultiGPUConfig(generators=1), RankIdentity(0, 0, 2, 2, "torchrun")))

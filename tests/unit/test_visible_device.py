@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from unsloth_multigpu import session
-from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -33,7 +32,7 @@ def land(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-        opened = session.Session(MultiGPUConfig(), SECOND_OF_TWO, Console(is_notebook=False))
+        opened = session.Session(MultiGPUConfig(), SECOND_OF_TWO)
         patches = [patch for patch in session._patches(opened) if patch.target.startswith("accelerate.")]
         registries.append(PatchRegistry(patches))
         registries[-1].apply()

@@ -33,7 +33,7 @@ from unsloth_multigpu.errors import (
 from unsloth_multigpu.group.manager import local_device
 from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.launch.rank import last_collective
-from unsloth_multigpu.logs import Console, get_logger
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.cell_program import KernelProgram
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.notebook.kernel import ALONE, Kernel, WorkerProcess
@@ -64,9 +64,7 @@ _DEVICE_VARIABLES = (
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
-def open_notebook(
-    config: MultiGPUConfig, num_ranks: int, console: Console, shell: Any, *, replay: bool, had_workers: bool
-) -> Session:
+def open_notebook(config: MultiGPUConfig, num_ranks: int, shell: Any, *, replay: bool, had_workers: bool) -> Session:
     """Makes this kernel rank 0 of `num_ranks`, and runs the rest of the current cell on all ranks.
 
     With `replay` the workers run the earlier cells too, although a model was loaded in them. With `had_workers` this
@@ -84,7 +82,7 @@ def open_notebook(
     with ExitStack() as stack:
         notebook = Notebook(config, num_ranks, shell, stack)
         notebook.replay(cells)
-        session = notebook.open_session(console)
+        session = notebook.open_session()
         session.on_close.push(stack.pop_all())
         stack.callback(session.close)
         notebook.kernel_shell.open(cells[-1], len(cells))
@@ -199,12 +197,12 @@ class Notebook:
                 has_line = number == len(cells)
                 self.kernel.replay(source, self._config.timeout_s, execution_count=number, has_line=has_line)
 
-    def open_session(self, console: Console) -> Session:
+    def open_session(self) -> Session:
         """Opens the process group and the session of rank 0."""
         self._open_group()
         # Read again, because this kernel has become a rank meanwhile.
         context = RunContext.read(os.environ)
-        return open_session(self._config, self._identity, console, context, program=self.program)
+        return open_session(Session(self._config, self._identity, context, program=self.program))
 
     def after_cell(self) -> None:
         """Called between two cells: opens a new process group if the last cell broke the old one.

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
-from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.seam import SEAMS, check_seam
@@ -45,8 +44,7 @@ def all_patches() -> list[Patch]:
     from unsloth_multigpu.notebook.kernel_share import notebook_patches
     from unsloth_multigpu.session import Session, patches_of_rank, patches_of_trainers
 
-    session = Session(MultiGPUConfig(shard="on"), RankIdentity(0, 0, 2, 2, "unsloth_multigpu"), Console())
-    session.console.close()
+    session = Session(MultiGPUConfig(shard="on"), RankIdentity(0, 0, 2, 2, "unsloth_multigpu"))
     events = EventWriter("", 0, 0, session.beat)
     session.server = GenerationServer(session.config, 0, events, is_first=True)
     return [
