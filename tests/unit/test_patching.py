@@ -131,15 +131,27 @@ def test_target_of_each_kind_lands_verifies_and_is_restored(module, path, call, 
     assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("path", ["Thing", "Thing.size", "Thing.gets_no_self"])
-def test_target_that_is_no_function_raises(module, path):
-    with pytest.raises(PatchError, match=f"{path} in lib 1.2: it is not a function"):
-        registry(f"{module.__name__}:{path}").apply()
+@pytest.mark.parametrize(
+    ("path", "needs", "what"),
+    [
+        *((path, (), "it is not a function") for path in ("Thing", "Thing.size", "Thing.gets_no_self")),
+        *((path, (), "there is no such target") for path in ("gone", "Thing.gone", "Gone.method")),
+        ("Thing.method", ("self", "trial"), "it has no parameter trial"),
+    ],
+)
+def test_target_that_is_another_one_raises_and_an_optional_one_may_be_missing(module, path, needs, what):
+    with pytest.raises(PatchError, match=rf"{path} in lib 1\.2: {what}"):
+        registry(f"{module.__name__}:{path}", needs=needs).apply()
+    if what == "there is no such target":
+        optional = registry(f"{module.__name__}:{path}", optional=True)
+        optional.apply()
+        optional.verify()
+        assert states(optional) == ["absent"]
 
 
 def test_target_not_yet_imported_lands_at_its_import(write):
     name = write()
-    patches = registry(f"{name}:function")
+    patches = registry(f"{name}:function", needs=("x", "scale"))
     patches.apply()
     assert states(patches) == ["waiting for import"]
     assert name not in sys.modules
@@ -213,22 +225,6 @@ def test_distribution_that_is_absent_leaves_the_patch_out(installed):
     patches.verify()
     patches.undo()
     assert states(patches) == ["not installed"]
-
-
-@pytest.mark.parametrize("path", ["gone", "Thing.gone", "Gone.method"])
-def test_missing_target_raises_unless_optional(module, path):
-    with pytest.raises(PatchError, match=rf"{path} in lib 1\.2: there is no such target"):
-        registry(f"{module.__name__}:{path}").apply()
-    optional = registry(f"{module.__name__}:{path}", optional=True)
-    optional.apply()
-    optional.verify()
-    assert states(optional) == ["absent"]
-
-
-def test_missing_parameter_raises_naming_it(module):
-    registry(f"{module.__name__}:function", needs=("x", "scale")).apply()
-    with pytest.raises(PatchError, match=r"Thing\.method in lib 1\.2: it has no parameter trial"):
-        registry(f"{module.__name__}:Thing.method", needs=("self", "trial")).apply()
 
 
 def test_failing_patch_makes_every_import_of_the_module_raise(write):

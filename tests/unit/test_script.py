@@ -98,3 +98,15 @@ def test_ipython_at_a_terminal_is_refused(monkeypatch):
     with pytest.raises(SetupError, match="cannot start this program again: it was typed at a prompt") as error:
         relaunch_command(["python", "/usr/bin/ipython"], ModuleType("__main__"), "PY")
     assert "use a notebook" in str(error.value)
+
+
+def test_wrong_variables_are_told_in_the_last_lines_before_torch_is_imported(tmp_path):
+    call = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); import unsloth_multigpu as ump"
+    command = [sys.executable, "-c", f"{call}; ump.enable_multi_gpu()"]
+    variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+    error, hint = done.stderr.splitlines()[-2:]
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "False\n", [])
+    names = "LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
+    assert error == f"unsloth_multigpu.errors.LaunchError: RANK and WORLD_SIZE=2 are set, but {names} is not."
+    assert hint.startswith("Hint: Start with torchrun, or unset RANK and WORLD_SIZE so that unsloth_multigpu starts")
