@@ -72,7 +72,7 @@ def rates_of(ranks: Sequence[Figures]) -> dict[str, float | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport(Figures):
-    """Figures of one rank in a training. None = not known.
+    """Figures of one rank in a whole training: those of `Figures`, and these. None = not known.
 
     Args:
         num_micro_batches: Forward-backward passes.
