@@ -226,7 +226,7 @@ def test_kernel_with_a_model_and_a_call_from_a_thread_are_refused(monkeypatch):
     del model
     shell = SimpleNamespace(history_manager=SimpleNamespace(input_hist_parsed=[""]))
     with pytest.raises(SetupError, match=r"before the first cell.*\n.*Call it in a cell"):
-        open_notebook(MultiGPUConfig(), 2, None, shell, replay=True, had_workers=False)
+        open_notebook(MultiGPUConfig(), 2, shell, replay=True, had_workers=False)
 
 
 def test_interrupt_that_comes_late_ends_no_other_cell():
