@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, LIGHT, run_python, run_well
+from tests.helpers.run import BARE, PLAIN, run_python, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerated.py"
 LOOPS = ["uneven", "accumulated", "resumed", "by_tokens", "stream", "diffusion", "trainer"]
@@ -24,19 +24,22 @@ def train():
 USER = """
 import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2)
-import gc, weakref
+import gc, sys, weakref
 import torch
 from accelerate import Accelerator
 from library_loop import train
 from torch.utils.data import DataLoader
-print(f"library {train()}")
 
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(6))
 
+def own():
+    print(f"own {len(accelerator.prepare(DataLoader(torch.randn(24, 3), 4)))} {accelerator.num_processes}")
+
+print(f"library {train()}")
 accelerator = Accelerator()
-print(f"own {len(accelerator.prepare(DataLoader(torch.randn(24, 3), 4)))} {accelerator.num_processes}")
+own()
 
 first = weakref.ref(Accelerator())
 gc.collect()
@@ -53,19 +56,25 @@ def tell_refused(loader):
     except ump.SetupError as error:
         print(error)
 
-if accelerator.num_processes == 1:
-    assert [int(accelerator.gather(row)) for row in accelerator.prepare(DataLoader(range(3), 1))] == [0, 1, 2]
-    tell_refused(DataLoader(Stream(), 3))
-    tell_refused(DataLoader(range(7), batch_sampler=Pairs()))
-ump.disable_multi_gpu()
-assert accelerator.num_processes == 2
+assert [int(accelerator.gather(row)) for row in accelerator.prepare(DataLoader(range(3), 1))] == [0, 1, 2]
+tell_refused(DataLoader(Stream(), 3))
+tell_refused(DataLoader(range(7), batch_sampler=Pairs()))
+for options in ({"global_batch": "scale"}, {"inexact": "raise"}):
+    ump.disable_multi_gpu()
+    assert accelerator.num_processes == 2
+    sys.stderr.write("[other options]\\n")
+    print("[other options]")
+    ump.enable_multi_gpu(num_gpus=2, **options)
+    print(f"library {train()}")
+    accelerator = Accelerator()
+    own()
 """
 
 
 def train(folder, num_ranks, loops):
     out = folder / f"{num_ranks}.json"
     launch = ["-m", "unsloth_multigpu.cli.main", "run", "--num-gpus", str(num_ranks)] if num_ranks > 1 else []
-    run = run_well([*launch, SCRIPT, out, *loops], folder, LIGHT)
+    run = run_well([*launch, SCRIPT, out, *loops], folder, PLAIN)
     return json.loads(out.read_text()), run.err
 
 
@@ -127,22 +136,14 @@ def test_loop_of_a_library_is_told_and_scale_leaves_all_to_accelerate(tmp_path):
     site.mkdir()
     (site / "library_loop.py").write_text(LIBRARY)
     (tmp_path / "user.py").write_text(USER)
+    run = run_python(["user.py"], tmp_path, {**BARE, "PYTHONPATH": str(site)})
+    assert run.code == 69, run.err
+    (kept, scaled, refused), errs = (text.split("[other options]\n") for text in (run.out, run.err))
+    assert kept.startswith("library 3\nown 6 1\n")
+    assert "batch_size=3: accelerate shares the batches of Stream in equal parts, and there are 2 ranks." in kept
+    assert "Pairs gives a batch of 3 rows in the midst of a pass, and its batch_size is 4" in kept
+    assert "batch_size=1: 1 of 2 ranks repeat a row, which counts for nothing" in errs[0]
+    assert (scaled, refused) == ("library 3\nown 3 2\n", "")
     told = "an optimizer step sees 2 times the samples of one process"
-
-    def run(**options):
-        env = {f"UNSLOTH_MULTIGPU_{name}": value for name, value in options.items()}
-        return run_python(["user.py"], tmp_path, {**BARE, "PYTHONPATH": str(site), **env})
-
-    kept = run()
-    assert kept.code == 0, kept.err
-    assert kept.out.startswith("library 3\nown 6 1\n")
-    assert "batch_size=3: accelerate shares the batches of Stream in equal parts, and there are 2 ranks." in kept.out
-    assert "Pairs gives a batch of 3 rows in the midst of a pass, and its batch_size is 4" in kept.out
-    assert kept.err.count(told) == 1
-    assert "batch_size=1: 1 of 2 ranks repeat a row, which counts for nothing" in kept.err
-    scaled = run(GLOBAL_BATCH="scale")
-    assert scaled.code == 0, scaled.err
-    assert (scaled.out, scaled.err.count(told)) == ("library 3\nown 3 2\n", 0)
-    refused = run(INEXACT="raise")
-    assert refused.code == 69
-    assert "    accelerator.backward(" in refused.err
+    assert [text.count(told) for text in errs[:2]] == [1, 0]
+    assert "    accelerator.backward(" in errs[2]

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.run import BARE, finish, free_port, run_python, run_well, start
 from unsloth_multigpu.launch.allocator import allocator_variables
@@ -37,13 +38,11 @@ def test_command_is_started_again_as_it_was(tmp_path):
         assert rank["allocator"] == UNSLOTHS_ALLOCATOR
 
 
-@pytest.mark.parametrize("program", ["torchrun", pytest.param("accelerate", marks=pytest.mark.thorough)])
-def test_ranks_of_torchrun_are_joined(tmp_path, program):
-    module = {
-        "torchrun": ["torch.distributed.run", "--nproc-per-node", "2"],
-        "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
-    }[program]
-    run_well(["-m", *module, SCRIPT, tmp_path], tmp_path, BARE)
+@pytest.mark.thorough
+def test_ranks_of_accelerate_launch_are_joined(tmp_path):
+    """Other tests train in ranks of torchrun."""
+    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    run_well(["-m", "accelerate.commands.launch", *options, SCRIPT, tmp_path], tmp_path, BARE)
     assert {f["launcher"] for f in facts(tmp_path)} == {"torchrun"}
     assert all(f["allocator"] == UNSLOTHS_ALLOCATOR for f in facts(tmp_path))
 
@@ -72,6 +71,7 @@ def test_ranks_of_srun_are_joined(tmp_path):
     runs = run_as_srun(tmp_path, SCRIPT, tmp_path)
     assert [r.code for r in runs] == [0, 0], runs[0].err + runs[1].err
     assert {f["launcher"] for f in facts(tmp_path)} == {"slurm"}
+    assert all(f["allocator"] == UNSLOTHS_ALLOCATOR for f in facts(tmp_path))
 
 
 # The store of the ranks goes with rank 0.
@@ -97,17 +97,19 @@ def test_rank_that_waits_for_a_rank_0_that_failed_ends_with_it(tmp_path):
     assert "rank 0 leaves, and with it" not in first.err
 
 
-def test_spawned_worker_is_no_rank_and_the_exit_code_of_all_ranks_is_passed_on(tmp_path):
+def test_seed_before_the_line_stays_spawned_worker_is_no_rank_and_the_exit_code_of_all_ranks_is_passed_on(tmp_path):
     script = tmp_path / "spawns.py"
     script.write_text(
         "import sys\n"
+        "import torch\n"
+        "torch.manual_seed(7)\n"
         "import unsloth_multigpu as ump\n"
         "ump.enable_multi_gpu(num_gpus=2)\n"
-        "import torch\n"
         "class Rows(torch.utils.data.Dataset):\n"
         "    def __len__(self): return 5\n"
         "    def __getitem__(self, index): return index\n"
         "if __name__ == '__main__':\n"
+        "    print('drawn', torch.initial_seed(), float(torch.rand(())))\n"
         "    loader = torch.utils.data.DataLoader(Rows(), num_workers=1, multiprocessing_context='spawn')\n"
         "    print('sum', sum(int(x) for x in loader))\n"
         "    torch.distributed.init_process_group('gloo')\n"
@@ -117,4 +119,8 @@ def test_spawned_worker_is_no_rank_and_the_exit_code_of_all_ranks_is_passed_on(t
     run = run_python([script], cwd=tmp_path)
     assert run.code == 3, run.err
     assert "exited with code 3" in run.err
-    assert "sum 10" in run.out
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        drawn = f"drawn 7 {float(torch.rand(()))}\n"
+    for text in (run.out, (tmp_path / "logs" / "rank_1.log").read_text()):
+        assert (drawn in text, "sum 10\n" in text) == (True, True), text

@@ -14,7 +14,7 @@ from tests.helpers.outcome import largest_difference
 from tests.helpers.run import BARE, Finished, finish, orphans, run_well, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "nodes.py"
-HANG_TIMEOUT_S = 6.0
+HANG_TIMEOUT_S = 4.0
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Ranks of a notebook that do not end a cell together: what the user reads, how soon, and that the next cell works.
 
-One kernel for all of them: starting one, and importing what it needs, costs more than most faults. It is started as
-jupyter-distributed starts one of a group of one. In the end it is restarted, goes on with its training, and is killed.
+One kernel for all of them: starting one, and importing what it needs, costs more than most faults. It has the oldest
+IPython, and is started as jupyter-distributed starts one of a group of one. In the end it is restarted, goes on with
+its training, and is killed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.notebook import NotebookRun
-from tests.helpers.run import LIGHT, free_port, run_well, wait_until
+from tests.helpers.notebook import NotebookRun, oldest_ipython
+from tests.helpers.run import BARE, free_port, run_well, wait_until
 
 # The variables of a group of one.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -197,7 +198,7 @@ def check_resume_and_death_of_the_kernel(run: NotebookRun) -> None:
 
 
 def test_kernel_outlives_each_fault(tmp_path):
-    with NotebookRun(tmp_path, {**LIGHT, **ALONE}) as run:
+    with NotebookRun(tmp_path, {**BARE, **ALONE, **oldest_ipython(or_any=True)}) as run:
         check_line_that_failed(run)
         check_faults_of_cells(run)
         check_faults_of_trainings(run)

@@ -66,7 +66,7 @@ sys.meta_path.insert(0, Finder())
 )
 
 
-@pytest.fixture(scope="module", params=["newest", "oldest"])
+@pytest.fixture(scope="module", params=["newest", pytest.param("oldest", marks=pytest.mark.thorough)])
 def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookRun]:
     folder = tmp_path_factory.mktemp("notebook")
     packages = oldest_ipython()["PYTHONPATH"] if request.param == "oldest" else str(run.ROOT)

@@ -57,17 +57,23 @@ def model(tmp_path_factory):
     return path
 
 
-def test_ranks_train_on_what_the_server_draws_with_their_weights(tmp_path, model):
+def test_ranks_train_on_what_the_server_draws_with_their_weights_and_a_signal_ends_it_behind_them(tmp_path, model):
     one, two = tmp_path / "1", tmp_path / "2"
     one.mkdir()
     two.mkdir()
-    for path, environment in ((one, PLAIN), (two, served(two))):
-        run = run_well([SCRIPT, model, path], path, environment)
+    run_well([SCRIPT, model, one, 3], one, PLAIN)
+    process = start([SCRIPT, model, two, 10_000], two, served(two))
+    try:
+        written = [two / f"written_{rank}" for rank in range(2)]
+        wait_until(lambda: all(path.exists() for path in written) or process.poll() is not None, 300, "three steps")
+        process.send_signal(signal.SIGTERM)
+    finally:
+        run = finish(process)
     alone, first, second = assert_trained_as_one(one, two, "grpo")
     assert len(alone["grad_norm"]) == 3
     assert first["reward"] == pytest.approx(alone["reward"], rel=1e-5)
 
-    server = facts_of(two)
+    server = first["server"]
     assert server["weights"] == pytest.approx(first["weights"], rel=1e-6)
     assert (server["calls"], len(set(server["weights"]))) == (3, 3)
     assert (server["devices"], first["devices"], second["devices"]) == ("2", "0,1", "0,1")
@@ -76,11 +82,15 @@ def test_ranks_train_on_what_the_server_draws_with_their_weights(tmp_path, model
     assert first["address"] == second["address"] == f"http://127.0.0.1:{port}"
     assert "generators=1: the server starts, its log is " in run.err
     assert "Grpo: a server draws completions, so this is another run than on one GPU" in run.err
+
+    assert run.code == -signal.SIGTERM, run.err
+    assert "stopped by SIGTERM after step" in run.err
+    assert "the server" not in run.err.partition("the ranks finish their step")[2]
     assert_nothing_left(two)
 
 
 def test_run_ends_with_a_server_that_dies(tmp_path, model):
-    run = run_python([SCRIPT, model, tmp_path], tmp_path, served(tmp_path, "dies:2"))
+    run = run_python([SCRIPT, model, tmp_path, 3], tmp_path, served(tmp_path, "dies:2"))
     assert run.code == GeneratorError.exit_code, run.err
     assert "generators=1: the server was ended by SIGKILL" in run.err
     assert f"Its log is {tmp_path / 'logs' / 'generators.log'}." in run.err
@@ -90,20 +100,7 @@ def test_run_ends_with_a_server_that_dies(tmp_path, model):
 @pytest.mark.thorough
 def test_run_is_started_again_with_a_new_server(tmp_path, model):
     environment = served(tmp_path, "dies:2 once", UNSLOTH_MULTIGPU_MAX_RESTARTS="1")
-    run = run_well([SCRIPT, model, tmp_path], tmp_path, environment)
+    run = run_well([SCRIPT, model, tmp_path, 3], tmp_path, environment)
     assert "while it was serving. Starting all ranks again (1)" in run.err
     assert facts_of(tmp_path)["calls"] == 3
-    assert_nothing_left(tmp_path)
-
-
-def test_signal_to_the_supervisor_ends_the_server_behind_the_ranks(tmp_path, model):
-    process = start([SCRIPT, model, tmp_path, 10_000], tmp_path, served(tmp_path))
-    try:
-        wait_until(lambda: (tmp_path / "server.json").exists() and facts_of(tmp_path)["calls"] > 1, 300, "two steps")
-        process.send_signal(signal.SIGTERM)
-    finally:
-        run = finish(process)
-    assert run.code == -signal.SIGTERM, run.err
-    assert "stopped by SIGTERM after step" in run.err
-    assert "the server" not in run.err.partition("the ranks finish their step")[2]
     assert_nothing_left(tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,11 @@ def outcome(out: Path, job: str, rank: int = 0) -> tuple[dict[str, Any], dict[st
     return json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors"))
 
 
+def each(names: Iterable[str], more: Container[str]) -> list[Any]:
+    """The parameters of a test: those in `more` belong to the thorough suite."""
+    return [pytest.param(name, marks=pytest.mark.thorough if name in more else ()) for name in names]
+
+
 def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> float:
     """Euclidean, between all weights of two models, relative to the norm of the first one's."""
     difference = sum(float(((first[n].double() - second[n].double()) ** 2).sum()) for n in first) ** 0.5
@@ -25,14 +30,16 @@ def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tenso
 
 
 def assert_trained_as_one(
-    one: Path, many: Path, job: str, num_ranks: int = 2, *, norms: float = 1e-5, weights: float = 1e-6
+    one: Path, many: Path, job: str, num_ranks: int = 2, *, norms: float = 1e-5, weights: float = 1e-6, of_one: str = ""
 ) -> list[dict[str, Any]]:
     """Ranks have the gradient norms and weights of one process, to these bounds, and end with equal weights.
+
+    `of_one`: the job of one process where it is another.
 
     Returns:
         Facts of one process, and those of each rank.
     """
-    expected, model = outcome(one, job)
+    expected, model = outcome(one, of_one or job)
     ranks, replicas = zip(*(outcome(many, job, rank) for rank in range(num_ranks)), strict=True)
     for found in ranks:
         assert len(found["grad_norm"]) > 0

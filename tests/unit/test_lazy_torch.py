@@ -12,7 +12,7 @@ optimizer = torch.optim.SGD([weight], lr=0.5)
 weight.sum().backward()
 optimizer.step()
 assert weight.tolist() == [0.5, 0.5]
-assert not {"sympy", "torch._dynamo.eval_frame"} & sys.modules.keys()
+assert not {"sympy", "torch._dynamo.eval_frame", "torch._decomp.decompositions"} & sys.modules.keys()
 traced, before = [], torch._dynamo
 
 @torch._dynamo.allow_in_graph
@@ -32,6 +32,12 @@ assert sys.modules["torch._dynamo"] is torch._dynamo is not before
 assert before.eval_frame.OptimizedModule is eval_frame.OptimizedModule
 assert isinstance(torch.compile(torch.nn.Linear(1, 1)), before.eval_frame.OptimizedModule)
 assert uses_shapes.guard_or_false is symbolic_shapes.guard_or_false
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    assert torch.nn.functional.pad(torch.ones(1, 2, 3), (1, 1), "reflect").shape == (1, 2, 5)
+assert sys.modules["torch._decomp.decompositions"] is torch._decomp.decompositions
+from torch.distributed.tensor import _decompositions
+assert torch.ops.aten.mse_loss.default in _decompositions.decomposition_table
 """
 
 

@@ -1,18 +1,12 @@
-"""Draws without a seed, or after one that stands before the line. Usage: draws.py OUT [SEED]"""
+"""Draws without a seed, in ranks that another launcher started."""
 
 import json
 import os
 import random
-import sys
-
-if len(sys.argv) > 2:
-    import torch
-
-    torch.manual_seed(int(sys.argv[2]))
 
 import unsloth_multigpu as ump
 
-ump.enable_multi_gpu(num_gpus=None if "RANK" in os.environ else 2)
+ump.enable_multi_gpu()
 
 import numpy
 import torch
@@ -29,5 +23,5 @@ drawn = {
 ump.disable_multi_gpu()
 ump.enable_multi_gpu(num_gpus=2)
 drawn["torch, enabled again"] = float(torch.rand(()))
-with open(f"{sys.argv[1]}_{os.environ['RANK']}.json", "w") as file:
+with open(f"drawn_{os.environ['RANK']}.json", "w") as file:
     json.dump(drawn, file)

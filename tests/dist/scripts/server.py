@@ -1,15 +1,17 @@
 """Trains GRPO on completions that depend on the prompt and on their place in its group alone.
 
-Usage: server.py MODEL OUT [STEPS]. With UNSLOTH_MULTIGPU_GENERATORS they come from TRL's server, else from here.
+Usage: server.py MODEL OUT STEPS. With UNSLOTH_MULTIGPU_GENERATORS they come from TRL's server, else from here. What was
+trained in three steps is written after these.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
 
 import unsloth_multigpu as ump
 
-model, out, num_steps = sys.argv[1], Path(sys.argv[2]), int((sys.argv[3:] or ["3"])[0])
+model, out, num_steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 is_served = "UNSLOTH_MULTIGPU_GENERATORS" in os.environ
 if is_served:
     ump.enable_multi_gpu()
@@ -18,7 +20,7 @@ import torch
 import vllm
 from common import SGD, logged, write_outcome
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 GROUP = 3
@@ -38,6 +40,18 @@ class Grpo(GRPOTrainer):
 class Alone(Grpo):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         return [vllm.completion_of(ids, place % GROUP) for place, ids in enumerate(prompt_ids)], None
+
+
+class Writes(TrainerCallback):
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step != 3 or "grad_norm" not in state.log_history[-1]:
+            return
+        facts = {**logged(trainer, "grad_norm", "reward"), "weights": weights}
+        facts |= {"address": args.vllm_server_base_url, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        if is_served:
+            facts["server"] = json.loads(Path(os.environ["STAND_IN_REPORT"]).read_text())
+        write_outcome(out, "grpo", facts, trainer.model.named_parameters())
+        (out / f"written_{os.environ.get('RANK')}").touch()
 
 
 def reward(completion_ids, **_):
@@ -64,9 +78,6 @@ trainer = (Grpo if is_served else Alone)(
     train_dataset=Dataset.from_dict({"prompt": [f"{'abcd'[i % 4] * i} {i}" for i in range(1, 17)]}),
     reward_funcs=reward,
     processing_class=AutoTokenizer.from_pretrained(model),
+    callbacks=[Writes()],
 )
 trainer.train()
-out.mkdir(parents=True, exist_ok=True)
-facts = {**logged(trainer, "grad_norm", "reward"), "weights": weights}
-facts |= {"address": trainer.args.vllm_server_base_url, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
-write_outcome(out, "grpo", facts, trainer.model.named_parameters())

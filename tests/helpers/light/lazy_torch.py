@@ -1,17 +1,19 @@
-"""Modules of torch that transformers imports and hardly uses, until they are needed: a fifth of each start.
+"""Modules of torch that it or transformers imports and hardly uses, until they are needed: a third of each start.
 
 transformers decorates some functions with torch._dynamo, and optimizers, DDP and accelerate ask it whether something is
-compiled. torch.distributed.tensor imports three names of symbolic_shapes, and with it sympy. What stands here answers
-these as the real modules do where nothing is compiled; whoever asks for anything else gets the real ones.
+compiled. torch.distributed.tensor imports three names of symbolic_shapes, and with it sympy. torch itself imports what
+some operators on tensors without values need, and for that most operators in Python. What stands here answers these as
+the real modules do where nothing is compiled; whoever asks for anything else gets the real ones.
 """
 
 import functools
-import importlib
+import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 DYNAMO, SHAPES = "torch._dynamo", "torch.fx.experimental.symbolic_shapes"
+META, OPERATORS = "torch._meta_registrations", ("torch._decomp", "torch._refs")
 # What transformers needs for masks, which does without the rest.
 ALONE = "torch._dynamo._trace_wrapped_higher_order_op"
 
@@ -34,9 +36,7 @@ class Lazy(ModuleType):
         name = self.__name__
         if not self.is_real:
             self.is_real = True
-            parent, _, own = name.rpartition(".")
-            del sys.modules[name]
-            vars(sys.modules[parent]).pop(own, None)
+            remove(name)
             self.replaced(importlib.import_module(name))
         return sys.modules[name]
 
@@ -122,6 +122,60 @@ class Shapes(Lazy):
                     setattr(other, name, getattr(module, name))
 
 
+class Meta(Lazy):
+    """torch._meta_registrations. The operators in Python, which it imports, become real with it."""
+
+    def __init__(self):
+        super().__init__(META)
+        for name in OPERATORS:
+            place(Operators(name, self))
+        importlib.import_module("torch._prims")  # Generators need it, and torch.distributed.tensor.
+
+    def real(self):
+        if not self.is_real:
+            for name in OPERATORS:
+                remove(name)
+        return super().real()
+
+
+class Operators(Lazy):
+    """One of OPERATORS."""
+
+    def __init__(self, name, meta):
+        super().__init__(name, __path__=[], meta=meta)
+        if name == "torch._decomp":
+            self.decomposition_table = Table(self)  # torch.distributed.tensor imports it.
+
+    def real(self):
+        self.meta.real()
+        return sys.modules[self.__name__]
+
+
+class Table:
+    """The table of the module `owner`."""
+
+    def __init__(self, owner):
+        self.owner = owner
+
+    def __contains__(self, operator):
+        return operator in self.owner.real().decomposition_table
+
+    def __getitem__(self, operator):
+        return self.owner.real().decomposition_table[operator]
+
+
+def place(module):
+    parent, _, own = module.__name__.rpartition(".")
+    sys.modules[module.__name__] = module
+    setattr(sys.modules[parent], own, module)
+
+
+def remove(name):
+    parent, _, own = name.rpartition(".")
+    del sys.modules[name]
+    vars(sys.modules[parent]).pop(own, None)
+
+
 class There:
     """Loads a module that is there."""
 
@@ -137,8 +191,16 @@ class There:
 
 def find(fullname, find_spec):
     """The spec of a module that stands in for one of torch; None where `find_spec()` finds the right one."""
-    if fullname == SHAPES:
-        return None if SHAPES in tried else ModuleSpec(fullname, There(first(Shapes())))
+    if fullname in (SHAPES, META):
+        return (
+            None
+            if fullname in tried
+            else ModuleSpec(fullname, There(first(Shapes() if fullname == SHAPES else Meta())))
+        )
+    if fullname.startswith(OPERATORS) and isinstance(stands := sys.modules.get(META), Meta):
+        stands.real()
+        module = sys.modules.get(fullname)
+        return ModuleSpec(fullname, There(module)) if module else importlib.util.find_spec(fullname)
     if not fullname.startswith(DYNAMO) or fullname == ALONE:
         return None
     if fullname == DYNAMO:
