@@ -93,6 +93,7 @@ class FakeTrainer:
             best_model_checkpoint=None,
             best_global_step=None,
             stateful_callbacks={},
+            log_history=[],
             save_to_json=lambda json_path: None,
         )
         self.control = SimpleNamespace(**dict.fromkeys(FLAGS, False))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.option_type import options_of
@@ -157,14 +157,6 @@ def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(en
     args = SimpleNamespace(ddp_timeout=1, n_gpu=4, _n_gpu=4)
     patch.wrap(lambda self: None, args)
     assert args._n_gpu == 1
-
-
-def test_search_for_a_batch_size_is_refused_before_a_model_is_loaded():
-    patches = TrainerHooks(MultiGPUConfig(), 2, "cuda", print, print).patches()
-    (patch,) = (p for p in patches if p.target.endswith(":TrainingArguments.__post_init__"))
-    args = SimpleNamespace(ddp_timeout=1800, use_cpu=False, auto_find_batch_size=True)
-    with pytest.raises(SetupError, match="auto_find_batch_size=True lets one rank shrink its batch"):
-        patch.wrap(lambda self: None, args)
 
 
 @contextmanager

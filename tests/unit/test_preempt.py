@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.train.lead import Caught, Lead, Moment, Preemption
+from unsloth_multigpu.train.lead import Lead, Moment, Preemption
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.event import EventWriter, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -30,19 +30,25 @@ def test_supervisor_asks_the_ranks_of_one_attempt_and_the_first_to_ask_is_heard(
 
 
 def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
-    caught, heard = Caught(), []
+    steered = preemption_of(FakeTrainer(), manager_of(None, config=MultiGPUConfig(resume="auto")))
+    heard = []
+
+    def train():
+        with steered.around():
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)  # At once: the same again.
+            assert (steered._asked(), heard) == (signal.SIGUSR1, [])
+            steered._caught = (signal.SIGUSR1, time.monotonic() - 1.0)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
     before = {n: signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
     try:
         signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with caught.while_open():
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-            os.kill(os.getpid(), signal.SIGUSR1)
-            os.kill(os.getpid(), signal.SIGUSR1)  # At once: the same again.
-            assert (caught.signal_number, heard) == (signal.SIGUSR1, [])
-            caught._time_s -= 1.0
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert heard == [signal.SIGUSR1]
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGUSR1)):
+            train()
+        assert heard == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
     finally:
         for number, handler in before.items():
@@ -82,13 +88,25 @@ def ask(tmp_path, number=signal.SIGTERM):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "resume", "saved"), [("steps", "off", [3]), ("no", "off", []), ("no", "auto", [3])]
+    ("strategy", "resume", "is_due", "saved"),
+    [
+        ("steps", "off", False, [3]),
+        ("steps", "off", True, [3]),  # By the script's own schedule, and not twice.
+        ("no", "off", False, []),
+        ("no", "auto", False, [3]),
+    ],
 )
-def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, strategy, resume, saved):
+def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, strategy, resume, is_due, saved):
     trainer = FakeTrainer(save_strategy=strategy)
+
+    def on_step(step):
+        if step == 3:
+            trainer.control.should_save = is_due
+            ask(tmp_path)
+
     loop = Loop(trainer, [preemption(trainer, tmp_path, resume=resume)])
     with pytest.raises(SystemExit) as left, loop.steering():
-        trainer.steps(8, on_step=lambda step: ask(tmp_path) if step == 3 else None)
+        trainer.steps(8, on_step=on_step)
     assert left.value.code == 128 + signal.SIGTERM
     assert (trainer.state.global_step, trainer.saved, trainer.callback_handler.callbacks) == (3, saved, [])
 
@@ -118,19 +136,6 @@ def test_stop_in_or_before_an_evaluation_saves_the_step_before_it(tmp_path, num_
         trainer.steps(8, num_eval_batches=2)
     assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], evaluates)
     assert steered.cuts_off_evaluation
-
-
-def test_step_that_is_saved_already_is_not_saved_again(tmp_path):
-    trainer = FakeTrainer()
-
-    def on_step(step):
-        if step == 8:  # By the script's own schedule.
-            trainer.control.should_save = True
-            ask(tmp_path)
-
-    with pytest.raises(SystemExit), Loop(trainer, [preemption(trainer, tmp_path)]).steering():
-        trainer.steps(8, on_step=on_step)
-    assert trainer.saved == [8]
 
 
 def test_rank_that_hears_of_a_stop_by_another_node_tells_its_supervisor(tmp_path):

@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    check,
-    checkpoints_in,
-    clear_parts,
-    read_manifest,
-)
+from unsloth_multigpu.checkpoint.manifest import MANIFEST, Manifest, check, checkpoints_in, clear_parts, read_manifest
 from unsloth_multigpu.deal.sampler import StepLoader, StepSampler
 from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.manager import DDPManager

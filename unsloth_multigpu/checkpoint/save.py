@@ -70,10 +70,6 @@ class Checkpoints(Part):
 
     def _save(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
         """Overrides `Trainer._save_checkpoint`: a checkpoint gets its name when it is complete. Collective."""
-        with self.beat.within(Phase.SAVE):
-            self._save_aside(original, model, trial)
-
-    def _save_aside(self, original: Callable[..., Any], model: Any, trial: Any) -> None:
         trainer = self.trainer
         run_dir = trainer._get_output_dir(trial)
         final = Path(run_dir, f"checkpoint-{trainer.state.global_step}")
@@ -85,39 +81,40 @@ class Checkpoints(Part):
             write_random_state(self._before_evaluation)
             if not self.is_evaluation_due():
                 torch.empty((), dtype=torch.int64).random_()
-        with self._claimed(part, final):
-            # Barrier: before the folder is locked, another run may remove it.
-            self.manager.gather_json(None)
-            before = _listing(final) if self._is_writer else {}
-            with ExitStack() as stack:
-                stack.enter_context(self.steps.passes.accumulation_of_script())
-                stack.enter_context(steered(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent)))
-                if hasattr(trainer, "_push_from_checkpoint"):
-                    push = steered(trainer, "_push_from_checkpoint", lambda _, folder: pushes.append(folder))
-                    stack.enter_context(push)
-                original(model, trial)
-            best = os.path.join(run_dir, f"checkpoint-{trainer.state.best_global_step}")
-            if trainer.state.best_model_checkpoint == os.fspath(part):
-                trainer.state.best_model_checkpoint = os.path.join(run_dir, final.name)
-            elif trainer.state.best_global_step and os.path.isdir(best):
-                # The Trainer looked for it beside the hidden folder.
-                trainer.state.best_model_checkpoint = best
-            # Every rank has written its files. Rank 0 broadcasts an identifier of this save, and the state of
-            # callbacks, which the Trainer collects only on the rank that writes it.
-            mine = [uuid.uuid4().hex, trainer.state.stateful_callbacks if self._is_writer else None]
-            name, callbacks = self.manager.broadcast_json(mine)
-            if not self._is_writer:
-                trainer.state.stateful_callbacks = callbacks
-            complete = functools.partial(self._complete, part, final, before)
-            is_here = self.manager.lead(f"saved/{name}", f"saving {final}", complete, timeout_s=_SEAL_LIMIT_S)
-            if is_here and self.manager.identity.local_rank == 0 and not final.exists():
-                logger.warning(
-                    "rank %d does not see %s, so no training can resume from it. Use a folder that all nodes share",
-                    self.manager.identity.rank,
-                    final,
-                )
-        if pushes:
-            trainer._push_from_checkpoint(os.fspath(final))
+        with self.beat.within(Phase.SAVE):
+            with self._claimed(part, final):
+                # Barrier: before the folder is locked, another run may remove it.
+                self.manager.gather_json(None)
+                before = _listing(final) if self._is_writer else {}
+                with ExitStack() as stack:
+                    stack.enter_context(self.steps.passes.accumulation_of_script())
+                    stack.enter_context(steered(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent)))
+                    if hasattr(trainer, "_push_from_checkpoint"):
+                        push = steered(trainer, "_push_from_checkpoint", lambda _, folder: pushes.append(folder))
+                        stack.enter_context(push)
+                    original(model, trial)
+                best = os.path.join(run_dir, f"checkpoint-{trainer.state.best_global_step}")
+                if trainer.state.best_model_checkpoint == os.fspath(part):
+                    trainer.state.best_model_checkpoint = os.path.join(run_dir, final.name)
+                elif trainer.state.best_global_step and os.path.isdir(best):
+                    # The Trainer looked for it beside the hidden folder.
+                    trainer.state.best_model_checkpoint = best
+                # Every rank has written its files. Rank 0 broadcasts an identifier of this save, and the state of
+                # callbacks, which the Trainer collects only on the rank that writes it.
+                mine = [uuid.uuid4().hex, trainer.state.stateful_callbacks if self._is_writer else None]
+                name, callbacks = self.manager.broadcast_json(mine)
+                if not self._is_writer:
+                    trainer.state.stateful_callbacks = callbacks
+                complete = functools.partial(self._complete, part, final, before)
+                is_here = self.manager.lead(f"saved/{name}", f"saving {final}", complete, timeout_s=_SEAL_LIMIT_S)
+                if is_here and self.manager.identity.local_rank == 0 and not final.exists():
+                    logger.warning(
+                        "rank %d does not see %s, so no training can resume from it. Use a folder that all nodes share",
+                        self.manager.identity.rank,
+                        final,
+                    )
+            if pushes:
+                trainer._push_from_checkpoint(os.fspath(final))
 
     @property
     def _is_writer(self) -> bool:

@@ -181,9 +181,6 @@ class TrainerHooks:
         config, has_ranks = self.config, self.world_size > 1
         self.adjust(arguments)
         if has_ranks:
-            from unsloth_multigpu.train.trainer import refuse_batch_search
-
-            refuse_batch_search(arguments)
             # accelerate opens the group next, and its error would not name a missing rank.
             self.get_manager().meet_ranks()
         if config.device == "cpu":

@@ -24,7 +24,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, find_divergence, next_actions
 from unsloth_multigpu.notebook.kernel import Cell, Kernel, WorkerProcess, died, strike
 from unsloth_multigpu.notebook.recovery import abort_group
-from unsloth_multigpu.train.lead import Caught
+from unsloth_multigpu.train.lead import Preemption
 from unsloth_multigpu.wire.heartbeat import Heartbeat, read_beats
 from unsloth_multigpu.wire.stack import main_frames, place_of, read_stacks
 
@@ -264,7 +264,7 @@ def _leave_signals(monitor: weakref.ref[Monitor]) -> None:
 
 def _is_taken() -> bool:
     """True while a training handles Stop itself, to end on all ranks after the same step."""
-    return isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Caught)
+    return isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Preemption)
 
 
 def _raised(worker: WorkerProcess, message: Mapping[str, Any]) -> DistributedError:

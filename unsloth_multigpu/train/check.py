@@ -22,6 +22,7 @@ logger = get_logger(__name__)
 
 # A run that leaves out more steps than this is no longer training.
 MAX_SKIPPED_IN_A_ROW = 10
+_EVALUATED = "a batch of the evaluation"
 
 
 class StepCheck(Part):
@@ -41,14 +42,11 @@ class StepCheck(Part):
         super().__init__(trainer, manager)
         self._steps = steps
         self._lead = lead
-        self._on_nan = manager.config.on_nan
-        self._rank = manager.identity.rank
         self._is_shared = manager.config.strategy.has_one_gradient or manager.identity.world_size == 1
         self._num_skipped = self._num_in_a_row = 0
         self._losses: list[Any] = []
         self._is_judged = self._is_skipped = False
-        self._place = ""
-        self._is_evaluation = False
+        self._place = ""  # "" outside forward and backward passes.
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -59,7 +57,8 @@ class StepCheck(Part):
             from unsloth_multigpu.train.failed_step import explain_memory
 
             place = self._place or f"step {self._step}, outside forward and backward passes"
-            explain_memory(error, self._trainer, self._manager, place, is_evaluation=self._is_evaluation)
+            is_evaluation = self._place.startswith(_EVALUATED)
+            explain_memory(error, self._trainer, self._manager, place, is_evaluation=is_evaluation)
             raise
 
     def overrides(self) -> dict[str, Override]:
@@ -102,7 +101,7 @@ class StepCheck(Part):
 
     @property
     def _judges(self) -> bool:
-        return self._on_nan != "off" and self._trainer.accelerator.scaler is None
+        return self._manager.config.on_nan != "off" and self._trainer.accelerator.scaler is None
 
     @property
     def _step(self) -> int:
@@ -111,8 +110,7 @@ class StepCheck(Part):
     def _compute_loss(self, original: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kw: Any) -> Any:
         """Overrides `Trainer.compute_loss`: records the loss of each micro-batch of the step."""
         size = _size_of(inputs)
-        self._is_evaluation = not model.training
-        place = "a batch of the evaluation" if self._is_evaluation else f"micro-batch {len(self._losses)}"
+        place = f"micro-batch {len(self._losses)}" if model.training else _EVALUATED
         self._place = f"{place} of step {self._step}" + (f" ({size})" if size else "")
         result = original(model, inputs, *args, **kw)
         loss = result[0] if isinstance(result, tuple) else result
@@ -153,13 +151,10 @@ class StepCheck(Part):
             self._num_in_a_row = 0
         self._is_judged = self._is_skipped = False
         self._losses.clear()
-        self._end_place()
+        self._place = ""
 
     def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._end_place()
-
-    def _end_place(self) -> None:
-        self._place, self._is_evaluation = "", False
+        self._place = ""
 
     def _judge(self, gradient_norm: torch.Tensor) -> None:
         """Raises if the norm is not finite, or drops the gradients of the step."""
@@ -170,7 +165,7 @@ class StepCheck(Part):
         from unsloth_multigpu.train.failed_step import not_finite
 
         fact = not_finite(self._trainer, self._manager, self._losses, norm, is_shared=self._is_shared)
-        if self._on_nan == "raise":
+        if self._manager.config.on_nan == "raise":
             raise NonFiniteGradientError(
                 f"{fact}.", hint="Look at these samples and the learning rate; on_nan='skip' leaves such steps out."
             )
@@ -186,7 +181,7 @@ class StepCheck(Part):
         for group in self._trainer.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        if self._rank == 0:
+        if self._manager.identity.rank == 0:
             logger.warning("%s: left out on all ranks (%d so far)", fact, self._num_skipped)
 
 

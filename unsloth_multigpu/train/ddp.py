@@ -30,7 +30,8 @@ _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
 # Unsloth's fused loss and its embeddings read the base weights of these modules, and ignore their LoRA.
 _READ_BY_WEIGHT = ("lm_head", "embed")
 _LIBRARIES = ("transformers.", "unsloth")
-# Attributes of a model that losses of scripts read of the wrapped model.
+# Attributes of a model that losses of scripts read of the wrapped model. Not modules and methods like `generate`: their
+# forward passes would bypass DDP, without an exchange of gradients.
 _READ_BY_SCRIPTS = (
     "config",
     "dtype",
@@ -91,7 +92,10 @@ class DDPWrapping(GradientExchange):
         if is_trained and not isinstance(inner, nn.parallel.DistributedDataParallel):
             raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model again.")
         if is_trained:
-            make_readable(inner, model, handler.find_unused_parameters)
+            inner.exchanged, inner.default_find_unused = exchanged_of(model), handler.find_unused_parameters
+            for name in _READ_BY_SCRIPTS:
+                if (value := getattr(model, name, None)) is not None:
+                    setattr(inner, name, value)
             if handler.find_unused_parameters:
                 self._hooks.callback(model.register_forward_hook(_as_plain_dict).remove)
         return wrapped
@@ -176,18 +180,6 @@ class TrainedParameters(Part):
 def _as_plain_dict(_model: nn.Module, _args: Any, output: Any) -> Any:
     """A forward hook. DDP finds no tensors in a `BatchEncoding`, and would take all parameters for unused."""
     return dict(output) if isinstance(output, UserDict) else output
-
-
-def make_readable(ddp: Any, model: nn.Module, default_find_unused: bool) -> None:
-    """Records on a DDP what it exchanges, and gives it attributes of the model that losses of scripts read.
-
-    Methods and modules of the model are left out: their forward passes would bypass DDP, without an exchange of
-    gradients.
-    """
-    ddp.exchanged, ddp.default_find_unused = exchanged_of(model), default_find_unused
-    for name in _READ_BY_SCRIPTS:
-        if (value := getattr(model, name, None)) is not None:
-            setattr(ddp, name, value)
 
 
 def names_outside_ddp(model: nn.Module) -> list[str]:

@@ -42,7 +42,6 @@ class Evaluation:
         self._manager = manager
         self._share = share
         self._cuts_last = cuts_last
-        self._in_step = False
         self._num_done = self._num_rows = 0
         self._noted: list[dict[str, list[float]]] = []
         # Of the current round: the number of ranks with a batch, and the rows of this rank's results to keep; None =
@@ -56,10 +55,10 @@ class Evaluation:
         trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(steered(trainer, "prediction_step", self._prediction_step))
-            for name in ("gather", "gather_for_metrics", "reduce"):
-                alone = functools.partial(self._unless_in_step, name)
-                stack.enter_context(steered(trainer.accelerator, name, alone))
-            stack.enter_context(steered(trainer.accelerator, "pad_across_processes", _as_it_is))
+            # `_of_round` pads, as the loop does.
+            stack.enter_context(
+                steered(trainer.accelerator, "pad_across_processes", lambda _, tensor, *_1, **_2: tensor)
+            )
             stack.enter_context(instance_attribute(trainer, "gather_function", self._gathered))
             yield
         trainer.gather_function = trainer.accelerator.gather_for_metrics
@@ -73,13 +72,6 @@ class Evaluation:
         except TypeError:  # The loop has counted only this rank's rows.
             output = output._replace(num_samples=sum(self._manager.gather_json(self._num_rows)))
         return output
-
-    def _unless_in_step(self, name: str, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Accelerator.gather` and similar methods: in a loss nothing is gathered, as in one process."""
-        if not self._in_step:
-            return exchange(tensor, *args, **kwargs)
-        is_number = isinstance(tensor, torch.Tensor) and tensor.dim() == 0
-        return tensor[None] if is_number and name != "reduce" else tensor
 
     def _prediction_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Overrides `Trainer.prediction_step`: records what the batch adds to TRL's metrics."""
@@ -95,18 +87,16 @@ class Evaluation:
         self._rows_kept = self._share.rows_kept(inputs) if is_last and self._cuts_last else None
         self._num_rows += 0 if is_filler else ignorant_find_batch_size(inputs) or 0
         before = {name: (values, len(values)) for name, values, _ in collected(self._trainer, "eval")}
-        self._in_step = True
-        try:
+        with ExitStack() as stack:
+            for name in ("gather", "gather_for_metrics", "reduce"):
+                stack.enter_context(steered(self._trainer.accelerator, name, functools.partial(_alone, name)))
+            stack.enter_context(instance_attribute(self._trainer, "gather_function", lambda values: values))
             loss, logits, labels = original(model, inputs, *args, **kwargs)
-        finally:
-            self._in_step = False
         self._note(before, is_filler=is_filler)
         return loss, logits, labels
 
     def _gathered(self, values: Any) -> Any:
         """Replaces `Trainer.gather_function`: concatenates the results of this round's batches. Collective."""
-        if self._in_step:
-            return values
         from accelerate.utils.operations import recursively_apply
 
         if (num_rows := self._rows_kept) is not None:
@@ -160,9 +150,10 @@ class Evaluation:
                     getattr(self._trainer, attribute)["eval"].setdefault(metric, []).extend(values)
 
 
-def _as_it_is(_original: Any, tensor: Any, *_: Any, **__: Any) -> Any:
-    """Overrides `Accelerator.pad_across_processes`: `_of_round` pads, as the loop does."""
-    return tensor
+def _alone(name: str, _original: Any, tensor: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """Overrides `Accelerator.gather` and similar methods: in a loss nothing is gathered, as in one process."""
+    is_number = isinstance(tensor, torch.Tensor) and tensor.dim() == 0
+    return tensor[None] if is_number and name != "reduce" else tensor
 
 
 class EqualEvaluations(Part):

@@ -64,7 +64,6 @@ class Meter(Part):
     Attributes:
         figures: Figures up to the last finished step.
         resumed_step: Steps that were done before this training.
-        runtime_s: The Trainer's own `train_runtime`; None before it is logged.
         is_sharded: The ranks hold parts of the weights.
     """
 
@@ -82,7 +81,6 @@ class Meter(Part):
         self._is_alone = manager.identity.world_size == 1
         self.figures = Figures()
         self.resumed_step = 0
-        self.runtime_s: float | None = None
         self.is_sharded = False
         self._called_s = self._begin_s = self._since_s = time.monotonic()
         self._waited_before_s = 0.0
@@ -129,13 +127,7 @@ class Meter(Part):
     def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._since_s = time.monotonic()
 
-    def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._since_s = time.monotonic()
-
-    def on_log(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        runtime_s = kwargs.get("logs", {}).get("train_runtime")
-        if isinstance(runtime_s, int | float):
-            self.runtime_s = float(runtime_s)
+    on_save = on_evaluate
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # A callback may have ended the training early.
@@ -146,6 +138,7 @@ class Meter(Part):
     def report(self, counts: tuple[int, int, int], train_s: float, sent_bytes: int | None) -> RankReport:
         """Returns this rank's report, without its number. `counts` are steps, samples and micro-batches."""
         counted = dict(zip(("num_steps", "num_samples", "num_micro_batches"), counts, strict=True))
+        logged = self._trainer.state.log_history[-1:]
         phases_s = dict.fromkeys(_IN_REPORT.values(), 0.0)
         for phase, name in _IN_REPORT.items():
             phases_s[name] += self._beat.spent_s[phase] - self._spent_before_s[phase]
@@ -154,7 +147,7 @@ class Meter(Part):
             rank=0,
             train_s=train_s,
             sent_bytes=sent_bytes,
-            runtime_s=self.runtime_s,
+            runtime_s=logged[0].get("train_runtime") if logged else None,
             phases_s={name: seconds for name, seconds in phases_s.items() if seconds > 0.0},
         )
 
@@ -266,46 +259,32 @@ class Waiting(Part):
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._waits = manager.waits
         self._watch = Stopwatch(trainer.args.device)
-        self._hooks = ExitStack()
-        self._hooked: nn.Module | None = None
-        self._is_computing = False
         self._forward: Any = None
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        with self._hooks:
-            yield
 
     def overrides(self) -> dict[str, Override]:
         return {"training_step": self._training_step}
 
     def _training_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if model is not self._hooked:
-            self._watch_forward(model)
-        self._is_computing = True
-        try:
-            with self._watch.timing(model):
-                result = original(model, *args, **kwargs)
-        finally:
-            self._is_computing = False
+        with self._watching_forward(model), self._watch.timing(model):
+            result = original(model, *args, **kwargs)
         if self._watch.last_gradient is not None:
             self._waits.add(self._watch.last_gradient, self._waits.now())
         return result
 
-    def _watch_forward(self, model: nn.Module) -> None:
+    @contextmanager
+    def _watching_forward(self, model: nn.Module) -> Iterator[None]:
         """Hooks the start of DDP's forward pass and that of its module. DDP synchronizes buffers in between."""
-        self._hooks.close()
-        self._hooked = model
         inner: nn.Module | None = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
         # `torch.compile(model)` and `model.compile()` would compile the hook as well.
         is_compiled = hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
-        if inner is not None and not is_compiled:
-            self._hooks.callback(model.register_forward_pre_hook(self._enter_ddp).remove)
-            self._hooks.callback(inner.register_forward_pre_hook(self._enter_module).remove)
+        with ExitStack() as stack:
+            if inner is not None and not is_compiled:
+                stack.callback(model.register_forward_pre_hook(self._enter_ddp).remove)
+                stack.callback(inner.register_forward_pre_hook(self._enter_module).remove)
+            yield
 
     def _enter_ddp(self, *_: Any) -> None:
-        if self._is_computing:
-            self._forward = self._waits.now()
+        self._forward = self._waits.now()
 
     def _enter_module(self, *_: Any) -> None:
         # A module with gradient checkpointing may be called again in the backward pass.

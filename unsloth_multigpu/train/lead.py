@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import atexit
 import enum
-import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 _RING = 4096
 _HINT = "Let rank 0 alone do no long work, such as in a callback, or raise timeout_s."
 # The Trainer waits for its last upload on rank 0. If rank 0 dies meanwhile, the launcher ends the run.
-UPLOAD_LIMIT_S = 86_400.0
+_UPLOAD_LIMIT_S = 86_400.0
 # Signals that a rank without our supervisor catches itself.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -119,7 +119,7 @@ class Lead:
         # A rank that has its batch is ahead of rank 0, as in the all-reduce in which it would wait otherwise. At the
         # end, rank 0 may still upload, and the watchdog does not limit that.
         phase = {Moment.BATCH: Phase.COMPUTE, Moment.END: Phase.ENDED}.get(moment, Phase.AGREE)
-        limit_s = UPLOAD_LIMIT_S if moment is Moment.END else manager.config.timeout_s
+        limit_s = _UPLOAD_LIMIT_S if moment is Moment.END else manager.config.timeout_s
         with self._beat.within(phase), manager.waits.counted():
             return manager.wait(lambda: self._read(index), what, timeout_s=limit_s, hint=_HINT)
 
@@ -163,30 +163,17 @@ class OneDecision(Part):
         if self._postponed:
             logger.warning("%s came too late for another step", _names(self._postponed))
 
-    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._agree(Moment.STEP, control)
-
-    def on_substep_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._agree(Moment.SUBSTEP, control)
-
-    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._agree(Moment.EPOCH, control)
-
     def on_log(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # A script may log on one rank only. The first call after a step is the loop's own, on all ranks.
         is_loops, self._is_log_due = self._is_log_due, False
         if is_loops:
-            self._agree(Moment.LOG, control)
+            self._agree(Moment.LOG, args, state, control)
 
-    def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._agree(Moment.EVALUATION, control)
-
-    def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._agree(Moment.SAVE, control)
-
-    def _agree(self, moment: Moment, control: ControlLike) -> None:
+    def _agree(
+        self, moment: Moment, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any
+    ) -> None:
         """Writes rank 0's flags into `control`. Raises as `Lead.follow`."""
-        step, mine = int(self._trainer.state.global_step), _flags_of(control)
+        step, mine = int(state.global_step), _flags_of(control)
         is_in_loop = moment in (Moment.STEP, Moment.SUBSTEP, Moment.EPOCH)
         if is_in_loop and not self._exchange.may_stop:
             found = mine & self._scheduled(moment)
@@ -201,6 +188,12 @@ class OneDecision(Part):
             setattr(control, name, bool(found >> i & 1))
         if moment in (Moment.STEP, Moment.EPOCH):
             self._is_log_due = control.should_log and step > self._trainer._globalstep_last_logged
+
+    on_step_end = partialmethod(_agree, Moment.STEP)
+    on_substep_end = partialmethod(_agree, Moment.SUBSTEP)
+    on_epoch_end = partialmethod(_agree, Moment.EPOCH)
+    on_evaluate = partialmethod(_agree, Moment.EVALUATION)
+    on_save = partialmethod(_agree, Moment.SAVE)
 
     def _scheduled(self, moment: Moment) -> int:
         """Returns the flags that the arguments of the training set here, equal on all ranks."""
@@ -225,31 +218,6 @@ def _names(flags: int) -> str:
     return ", ".join(name for i, name in enumerate(_FLAGS) if flags >> i & 1)
 
 
-class Caught:
-    """Catches signals in a rank without our supervisor. After `repeat_s`, a second signal has its usual effect."""
-
-    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, repeat_s: float = REPEAT_S) -> None:
-        self._signals = signals
-        self._repeat_s = repeat_s
-        self.signal_number = 0
-        self._time_s = 0.0
-        self._open = ExitStack()
-
-    @contextmanager
-    def while_open(self) -> Iterator[None]:
-        """Handles the signals while the context is open. Signals that are ignored stay ignored."""
-        with self._open:
-            self._open.enter_context(signals_handled(self._signals, self._receive))
-            yield
-
-    def _receive(self, signal_number: int, _frame: object) -> None:
-        if not self.signal_number:
-            self.signal_number, self._time_s = signal_number, time.monotonic()
-        elif time.monotonic() - self._time_s > self._repeat_s:
-            self._open.close()
-            os.kill(os.getpid(), signal_number)
-
-
 @dataclass(eq=False, repr=False)
 class Preemption(Part):
     """Stops one training on a signal. Through `lead` all ranks learn of the signal at the same point of the loop.
@@ -272,14 +240,10 @@ class Preemption(Part):
     may_stop: Callable[[], bool] = lambda: True
     signal_number: int = field(init=False, default=0)
     cuts_off_evaluation: bool = field(init=False, default=False)
-    _caught: Caught = field(init=False)
-    _is_heard: bool = field(init=False, default=False)
+    # The signal that this rank has caught itself, and when.
+    _caught: tuple[int, float] = field(init=False, default=(0, 0.0))
+    _open: ExitStack = field(init=False, default_factory=ExitStack)
     _saved_step: int = field(init=False, default=-1)
-
-    def __post_init__(self) -> None:
-        self._is_cell = self.manager.identity.launcher == "notebook"
-        # In a notebook, the monitor handles a second Stop.
-        self._caught = Caught((signal.SIGINT,), math.inf) if self._is_cell else Caught()
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -298,16 +262,25 @@ class Preemption(Part):
                 "train() does not run in the main thread, the only one in which Python handles signals: SIGTERM "
                 "ends this process without a save. Save every few steps (save_steps)"
             )
-        self._is_heard = listens or self.events is not None
-        with ExitStack() as stack:
+        self.lead.asked = self._asked
+        with self._open:
             if listens:
-                stack.enter_context(self._caught.while_open())
-            if self._is_heard:
-                self.lead.asked = self._asked
+                signals = (signal.SIGINT,) if self._is_cell else SIGNALS
+                self._open.enter_context(signals_handled(signals, self._catch))
             yield
-            # A signal after the last step: the script must not be interrupted in the middle of what follows.
+            # A signal after the last step: the script must not be interrupted in the middle of what follows. Rank 0 may
+            # still upload, for longer than a collective may take.
             if self._is_stopping(Moment.END):
                 self.save_and_leave(can_save=not self.trainer.args.load_best_model_at_end)
+
+    def _catch(self, signal_number: int, _frame: object) -> None:
+        """Handles a signal. After `REPEAT_S` a second one has its usual effect; a notebook's monitor handles it."""
+        number, time_s = self._caught
+        if not number:
+            self._caught = signal_number, time.monotonic()
+        elif time.monotonic() - time_s > REPEAT_S and not self._is_cell:
+            self._open.close()
+            os.kill(os.getpid(), signal_number)
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # Several ranks have just agreed on the flags of their callbacks, and on the signal with them.
@@ -339,7 +312,7 @@ class Preemption(Part):
 
     def _is_stopping(self, moment: Moment | None) -> bool:
         """True from the point at which all ranks stop. `moment` is the present point; None = they have just agreed."""
-        if self._is_heard and not self.signal_number and self.may_stop():
+        if not self.signal_number and self.may_stop():
             if moment is not None:
                 self.lead.follow(moment, 0, int(self.trainer.state.global_step))
             self.signal_number = self.lead.signal_number
@@ -347,12 +320,16 @@ class Preemption(Part):
                 self.events.write("stopping", signal=signal.Signals(self.signal_number).name)
         return self.signal_number != 0
 
+    @property
+    def _is_cell(self) -> bool:
+        return self.manager.identity.launcher == "notebook"
+
     def _request(self) -> StopRequest | None:
         return None if self.events is None else read_request(self.events.run_dir)
 
     def _asked(self) -> int:
         request = self._request()
-        return self._caught.signal_number if request is None else request.signal_number
+        return self._caught[0] if request is None else request.signal_number
 
     @property
     def is_save_wanted(self) -> bool:

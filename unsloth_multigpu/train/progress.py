@@ -57,8 +57,10 @@ class Progress(Part):
             yield
         except BaseException as error:
             if not self.preemption.signal_number:
-                facts = {"exit_code": exit_code(error)} if isinstance(error, SystemExit) else {}
-                self._tell("left_training", error=f"{type(error).__name__}: {error}", **facts)
+                facts: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"}
+                if isinstance(error, SystemExit):  # As Python: 0 for None, 1 for a text.
+                    facts["exit_code"] = error.code if isinstance(error.code, int) else int(error.code is not None)
+                self._tell("left_training", **facts)
             raise
         self._tell("trained")
 
@@ -107,11 +109,6 @@ class Progress(Part):
         """Compares the ranks' weights. Independent ranks do not synchronize what is trained outside the model."""
         beside = parameters_beside_the_model(self.trainer) if self.manager.config.is_synchronous else []
         self.replicas.check(self.trainer.model, step, beside, None if self.trained is None else self.trained.of_step)
-
-
-def exit_code(error: SystemExit) -> int:
-    """Returns the exit code that Python uses: the number given, 0 for None, 1 for a text."""
-    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 class Guard(Part):

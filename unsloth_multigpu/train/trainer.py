@@ -19,7 +19,7 @@ from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.group.shards import Engine, find_engine, has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.option_type import Scope
-from unsloth_multigpu.part import ArgumentsLike, GradientExchange, Part, TrainerLike, draws_completions
+from unsloth_multigpu.part import GradientExchange, Part, TrainerLike, draws_completions
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed
@@ -29,7 +29,7 @@ from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.ddp import DDPWrapping, TrainedParameters
 from unsloth_multigpu.train.evaluation import EqualEvaluations
 from unsloth_multigpu.train.figures import LogFigures, Meter, Waiting
-from unsloth_multigpu.train.lead import UPLOAD_LIMIT_S, Lead, OneDecision, Preemption
+from unsloth_multigpu.train.lead import Lead, OneDecision, Preemption
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.progress import CallbackPhase, Guard, Progress
 
@@ -130,8 +130,6 @@ class DDPTrainer:
         with loop.steering():
             # DDP copies rank 0's weights to all ranks before the first step: new LoRA weights may differ until then.
             result = original_train()
-        # Rank 0 may still upload files for longer than the timeout of a collective.
-        self.manager.lead(f"{self._lead.name}/ended", "train()", lambda: None, timeout_s=UPLOAD_LIMIT_S)
         # Code after train() runs on every rank, and must draw the same random numbers there.
         write_random_state(self.manager.broadcast_json(read_random_state(device_in_use())))
         self._report(time.monotonic() - start)
@@ -212,7 +210,12 @@ class DDPTrainer:
                 f"{self.manager.identity.world_size} ranks: each would train alone.",
                 hint="Call enable_multi_gpu() before `import unsloth` and before TrainingArguments are made.",
             )
-        refuse_batch_search(args)
+        if args.auto_find_batch_size:
+            raise SetupError(
+                "auto_find_batch_size=True lets one rank shrink its batch while the others do not.",
+                hint="Set auto_find_batch_size=False and a batch size that fits; `unsloth-multigpu plan` counts the "
+                "memory of a step.",
+            )
         if str(getattr(args, "train_sampling_strategy", "")) == "batch_rebalance" and self.config.keeps_global_batch:
             raise SetupError(
                 "train_sampling_strategy='batch_rebalance' chooses the samples of each rank itself, other ones than on "
@@ -269,20 +272,6 @@ def _hands_on(method: Callable[..., Any]) -> bool:
     """True if a method calls the overridden method of its base class."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     return code is not None and {"super", code.co_name} <= set(code.co_names)
-
-
-def refuse_batch_search(args: ArgumentsLike) -> None:
-    """Refuses `auto_find_batch_size`. Called when arguments are made, and again when a training begins.
-
-    Raises:
-        SetupError: It is enabled.
-    """
-    if args.auto_find_batch_size:
-        raise SetupError(
-            "auto_find_batch_size=True lets one rank shrink its batch while the others do not.",
-            hint="Set auto_find_batch_size=False and a batch size that fits; `unsloth-multigpu plan` counts the memory "
-            "of a step.",
-        )
 
 
 def counts_as_one_process(trainer: TrainerLike, world_size: int) -> bool:
