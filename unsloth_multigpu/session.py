@@ -15,7 +15,7 @@ from unsloth_multigpu.errors import MultiGPUError, SetupError, is_refusal
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import ArgumentsLike, Part, TrainerLike
+from unsloth_multigpu.part import Part, TrainerLike
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.program import Program
 from unsloth_multigpu.report import RunReport
@@ -295,10 +295,11 @@ def _log_start(session: Session) -> None:
 
 
 def _patches(session: Session) -> list[Patch]:
+    from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
     from unsloth_multigpu.hooks.unsloth_patches import Placement
 
     config, identity = session.config, session.identity
-    patches = patches_of_trainers(session, _claim_device(session))
+    patches = TrainerHooks(session, _claim_device(session)).patches()
     if not config.enable_ddp and config.device != "cpu":
         from unsloth_multigpu.start import visible_accelerators
 
@@ -317,22 +318,6 @@ def _patches(session: Session) -> list[Patch]:
 
         ask_unsloth_to_shard(offload=config.shard_offload)
     return [*patches, *patches_of_rank(session, local_device(identity, config), gate)]
-
-
-def patches_of_trainers(session: Session, device_type: str) -> list[Patch]:
-    """Returns the patches of Trainers and their arguments, which every process gets."""
-    from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
-
-    server = session.server
-
-    def adjust(args: ArgumentsLike) -> None:
-        session.tool.adjust_arguments(args)
-        if server is not None:
-            server.name_in(args)
-
-    ranks, run, notice = session.identity.world_size, session.run_training, session.notice_training
-    patches = TrainerHooks(session.config, ranks, device_type, run, session.manager, notice, adjust).patches()
-    return patches if server is None else [*patches, server.patch()]
 
 
 def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> list[Patch]:

@@ -13,7 +13,6 @@ from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.passes import _without_gradient
-from unsloth_multigpu.strategy import read_strategy
 from unsloth_multigpu.train.check import MAX_SKIPPED_IN_A_ROW, StepCheck
 from unsloth_multigpu.train.lead import Lead
 from unsloth_multigpu.train.loop import Loop
@@ -23,24 +22,14 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 class OneRank(FakeTrainer):
     """A trainer of one linear layer, and the loop's calls of one step."""
 
-    def __init__(self, on_nan="raise", strategy="ddp", *, scaler=None, clips=True):
+    def __init__(self, on_nan="raise", *, scaler=None, clips=True):
         super().__init__(torch.nn.Linear(2, 1, bias=False))
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.accelerator.scaler = scaler
         self._clips = clips
-        self.gathered = []
-        self.manager = SimpleNamespace(
-            config=SimpleNamespace(
-                on_nan=on_nan,
-                strategy=read_strategy("strategy", strategy),
-                is_synchronous=True,
-                timeout_s=0.05,
-                shard_offload=False,
-            ),
-            identity=SimpleNamespace(rank=0, world_size=1),
-            gather_json=lambda value: self.gathered.append(value) or [value],
-        )
-        self.check = StepCheck(self, self.manager, SimpleNamespace(has_one_order=True), None)
+        manager = manager_of(None, config=MultiGPUConfig(on_nan=on_nan))
+        manager.gather_json = lambda value: [value]
+        self.check = StepCheck(self, manager, SimpleNamespace(has_one_order=True), None)
 
     def checked(self):
         return Loop(self, [self.check]).steering()

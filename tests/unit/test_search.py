@@ -6,12 +6,13 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session
-from unsloth_multigpu.wire.identity import SINGLE_PROCESS
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_search_is_refused_on_several_ranks(world_size):
-    patches = TrainerHooks(MultiGPUConfig(), world_size, "cpu", run=None, get_manager=None).patches()
+    identity = RankIdentity(0, 0, world_size, world_size, "unsloth_multigpu")
+    patches = TrainerHooks(Session(MultiGPUConfig(), identity, console=None), "cpu").patches()
     found = [patch for patch in patches if patch.target.endswith(".hyperparameter_search")]
     assert len(found) == (world_size > 1)
     for patch in found:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import ArgumentsLike, TrainerLike
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
     from unsloth_multigpu.deal.share import EvaluationLoaders
-    from unsloth_multigpu.group.manager import DDPManager
+    from unsloth_multigpu.session import Session
 
 logger = get_logger(__name__)
 
@@ -38,43 +37,34 @@ _DROPS_LAST_BATCH = (
 )
 # Attribute with the values before the division. Plain numbers, because they are pickled with a checkpoint.
 _DIVIDED = "_unsloth_multigpu_divided"
-# Replaces `Trainer.train`: takes the trainer, its bound original `train`, and the arguments that this one reads when
-# it is called.
-RunTraining = Callable[[TrainerLike, Callable[[], Any], dict[str, Any]], Any]
 
 
 @dataclass(eq=False)
 class TrainerHooks:
-    """Replacements for methods of `transformers.Trainer` and of its arguments, in one session.
+    """Replacements for methods of `transformers.Trainer` and of its arguments, in one session, which steers `train`.
 
-    Args:
-        config: The run's options.
-        world_size: Ranks of the run.
-        device_type: "cuda", "xpu" or "cpu".
-        run: Called instead of `train`, see `RunTraining`.
-        get_manager: Returns the manager, which opens the group of CPU ranks and gathers metrics of an evaluation.
-        notice: Called when a training begins.
-        adjust: Called with new `TrainingArguments` before their own checks.
+    `device_type` is "cuda", "xpu" or "cpu".
     """
 
-    config: MultiGPUConfig
-    world_size: int
+    session: Session
     device_type: str
-    run: RunTraining
-    get_manager: Callable[[], DDPManager]
-    notice: Callable[[], None] = lambda: None
-    adjust: Callable[[ArgumentsLike], None] = lambda _: None
 
     def patches(self) -> list[Patch]:
-        """Returns all patches of the Trainer."""
+        """Returns all patches of the Trainer, which every process gets."""
+        server, has_ranks = self.session.server, self._world_size > 1
         # transformers lets accelerate read the rank here.
-        adjusted = functools.partial(_told_world_size, self.world_size, self._adjusted_arguments)
+        adjusted = functools.partial(_told_world_size, self._world_size, self._adjusted_arguments)
         reason = "Options of enable_multi_gpu() that are arguments of the Trainer; batches that TRL checks at once."
         return [
             Patch(f"{_TRAINER}.train", _SUPPORTS, self._steered_train),
-            *(self._patches_of_ranks() if self.world_size > 1 else []),
+            *(self._patches_of_ranks() if has_ranks else []),
             Patch("transformers.training_args:TrainingArguments.__post_init__", _SUPPORTS, adjusted, reason),
+            *([] if server is None else [server.patch()]),
         ]
+
+    @property
+    def _world_size(self) -> int:
+        return self.session.identity.world_size
 
     def _patches_of_ranks(self) -> list[Patch]:
         raised = functools.partial(Patch, wrap=_batch_of_one_process, optional=True, after="unsloth.models.llama")
@@ -82,7 +72,7 @@ class TrainerHooks:
             Patch(f"{_TRAINER}.evaluation_loop", _SUPPORTS, self._evaluated_by_batch),
             Patch("transformers.trainer_callback:CallbackHandler.on_train_begin", _SUPPORTS, self._noticed_beginning),
             Patch(f"{_TRAINER}.hyperparameter_search", _SUPPORTS, _refused_search),
-            *(self._patches_of_loaders() if self.config.keeps_global_batch else []),
+            *(self._patches_of_loaders() if self.session.config.keeps_global_batch else []),
             *(raised(target, "unsloth>=2026.10.7") for target in _RAISED_BY_UNSLOTH),
         ]
 
@@ -119,11 +109,11 @@ class TrainerHooks:
         def bound() -> Any:
             return original(trainer, arguments["resume_from_checkpoint"], *args, **kw)
 
-        return self.run(trainer, bound, arguments)
+        return self.session.run_training(trainer, bound, arguments)
 
     def _noticed_beginning(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Detects a training that bypasses Trainer.train: every rank would train by itself, without a message."""
-        self.notice()
+        self.session.notice_training()
         return original(*args, **kwargs)
 
     def _loader_of_one_process(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any) -> Any:
@@ -131,7 +121,7 @@ class TrainerHooks:
         from unsloth_multigpu.deal.one_process import batches_of_one_process, is_being_dealt
         from unsloth_multigpu.train.trainer import counts_as_one_process
 
-        is_asked_aside = not is_being_dealt(trainer) and counts_as_one_process(trainer, self.world_size)
+        is_asked_aside = not is_being_dealt(trainer) and counts_as_one_process(trainer, self._world_size)
         with batches_of_one_process(trainer) if is_asked_aside else nullcontext():
             return original(trainer, *args)
 
@@ -139,7 +129,7 @@ class TrainerHooks:
         """Gives a script that iterates over the loader the batches of one process. The evaluation loop divides them."""
         from unsloth_multigpu.train.trainer import counts_as_one_process
 
-        is_whole = counts_as_one_process(trainer, self.world_size)
+        is_whole = counts_as_one_process(trainer, self._world_size)
         with self._loaders.building(trainer) if is_whole else nullcontext():
             return original(trainer, *args, **kw)
 
@@ -160,7 +150,7 @@ class TrainerHooks:
         # Otherwise a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks,
         # even if the model divides by its own tokens.
         trainer.args.average_tokens_across_devices = False
-        manager = self.get_manager()
+        manager = self.session.manager()
         share = self._loaders.share(trainer, manager, dataloader)
         try:
             if share is None:
@@ -178,18 +168,20 @@ class TrainerHooks:
     def _adjusted_arguments(self, original: Callable[..., None], arguments: ArgumentsLike, /) -> None:
         from unsloth_multigpu.group.manager import sends_over_host
 
-        config, has_ranks = self.config, self.world_size > 1
-        self.adjust(arguments)
+        session, config, has_ranks = self.session, self.session.config, self._world_size > 1
+        session.tool.adjust_arguments(arguments)
+        if session.server is not None:
+            session.server.name_in(arguments)
         if has_ranks:
             # accelerate opens the group next, and its error would not name a missing rank.
-            self.get_manager().meet_ranks()
+            session.manager().meet_ranks()
         if config.device == "cpu":
             arguments.use_cpu = True
         if has_ranks and self.device_type == "cpu":
             # Without it accelerate finds no device, and every rank trains by itself.
             arguments.use_cpu = True
             # accelerate would open the group next, on the CPU without a timeout.
-            self.get_manager().open_group()
+            session.manager().open_group()
         if config.batch_size_per_gpu is not None:
             arguments.per_device_train_batch_size = config.batch_size_per_gpu
         if has_ranks and sends_over_host():
@@ -202,12 +194,12 @@ class TrainerHooks:
             ask_accelerate_to_shard(arguments, offload=config.shard_offload)
             if config.shard_offload:
                 # accelerate would open the group next, without a backend for tensors in host memory.
-                self.get_manager().open_group()
+                session.manager().open_group()
         if config.keeps_global_batch and has_ranks and hasattr(arguments, "steps_per_generation"):
             from unsloth_multigpu.deal.generation import divide_arguments
 
-            rank = self.get_manager().identity.rank
-            setattr(arguments, _DIVIDED, divide_arguments(arguments, self.world_size, rank))
+            identity = session.identity
+            setattr(arguments, _DIVIDED, divide_arguments(arguments, identity.world_size, identity.rank))
         original(arguments)
         if not has_ranks and arguments.n_gpu > 1:
             # transformers would use nn.DataParallel with larger batches. A rank has one device, and the legacy path

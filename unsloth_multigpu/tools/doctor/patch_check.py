@@ -41,15 +41,16 @@ def all_patches() -> list[Patch]:
     from unsloth_multigpu.hooks.refusal import followed_train_patch
     from unsloth_multigpu.hooks.saving import SaveGate
     from unsloth_multigpu.hooks.server_patches import GenerationServer
+    from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
     from unsloth_multigpu.notebook.kernel_share import notebook_patches
-    from unsloth_multigpu.session import Session, patches_of_rank, patches_of_trainers
+    from unsloth_multigpu.session import Session, patches_of_rank
 
     session = Session(MultiGPUConfig(shard="on"), RankIdentity(0, 0, 2, 2, "unsloth_multigpu"))
     events = EventWriter("", 0, 0, session.beat)
     session.server = GenerationServer(session.config, 0, events, is_first=True)
     return [
         followed_train_patch(lambda: False),
-        *patches_of_trainers(session, "cuda"),
+        *TrainerHooks(session, "cuda").patches(),
         # A device index other than the rank needs more patches.
         *patches_of_rank(session, torch.device("cuda", 1), SaveGate(0, session.open_manager)),
         *notebook_patches(_not_in_a_run),
