@@ -43,13 +43,20 @@ def test_save_and_upload_that_fail_on_rank_0_are_caught_alike_and_soon(ranks):
         assert rank["caught"] == [[errno.ENOTDIR, True], [errno.ENOTDIR, True], [None, True], [None, True]]
 
 
-def test_data_set_is_processed_on_one_rank(ranks):
-    assert [r["in_memory_calls"] for r in ranks] == [50, 0]
-    assert [r["on_disk_calls"] for r in ranks] == [40, 0]
-
-
-def test_call_of_rank_0_alone_does_not_shift_the_others(ranks):
-    assert [r["after_lonely_call"] for r in ranks] == [[0, 2, 4, 6]] * 2
+@pytest.mark.parametrize(
+    ("fact", "of_ranks"),
+    [
+        ("in_memory_calls", [50, 0]),  # A data set is processed on one rank.
+        ("on_disk_calls", [40, 0]),
+        ("after_lonely_call", [[0, 2, 4, 6]] * 2),  # A call of rank 0 alone does not shift the others.
+        ("status", [[0, 8], [1, 8]]),  # Rank and samples.
+        ("wandb_mode", [None, "disabled"]),
+        ("breakpoint", [None, "0"]),
+        ("disabled", [[True, True]] * 2),  # The originals are back.
+    ],
+)
+def test_each_rank_has_its_part(ranks, fact, of_ranks):
+    assert [r[fact] for r in ranks] == of_ranks
 
 
 def test_new_adapter_weights_are_those_of_rank_0(ranks):
@@ -62,16 +69,3 @@ def test_ranks_draw_different_random_numbers_while_training(ranks):
 
 def test_checkpoint_holds_the_random_state_of_each_rank(ranks):
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= set(ranks[0]["checkpoint_files"])
-
-
-def test_status_tells_rank_and_samples(ranks):
-    assert [r["status"] for r in ranks] == [[0, 8], [1, 8]]
-
-
-def test_tracker_is_off_above_rank_0(ranks):
-    assert [r["wandb_mode"] for r in ranks] == [None, "disabled"]
-    assert [r["breakpoint"] for r in ranks] == [None, "0"]
-
-
-def test_disable_puts_the_originals_back(ranks):
-    assert [r["disabled"] for r in ranks] == [[True, True]] * 2

@@ -67,7 +67,9 @@ class TrainerHooks:
         return self.session.identity.world_size
 
     def _patches_of_ranks(self) -> list[Patch]:
-        raised = functools.partial(Patch, wrap=_batch_of_one_process, optional=True, after="unsloth.models.llama")
+        as_one = functools.partial(_told_world_size, 1)
+        reason = "Keeps Unsloth from raising the batch by the number of processes: the ranks divide that of one."
+        raised = functools.partial(Patch, wrap=as_one, reason=reason, optional=True, after="unsloth.models.llama")
         return [
             Patch(f"{_TRAINER}.evaluation_loop", _SUPPORTS, self._evaluated_by_batch),
             Patch("transformers.trainer_callback:CallbackHandler.on_train_begin", _SUPPORTS, self._noticed_beginning),
@@ -78,11 +80,10 @@ class TrainerHooks:
 
     def _patches_of_loaders(self) -> list[Patch]:
         """Returns patches for steps with the samples of one process."""
-        evaluated = (f"{_TRAINER}.{name}" for name in ("get_eval_dataloader", "get_test_dataloader"))
+        makers = (f"{_TRAINER}.get_{name}_dataloader" for name in ("train", "eval", "test"))
         gather = "accelerate.accelerator:Accelerator.gather_for_metrics"
         return [
-            Patch(f"{_TRAINER}.get_train_dataloader", _SUPPORTS, self._loader_of_one_process),
-            *(Patch(target, _SUPPORTS, self._whole_for_readers) for target in evaluated),
+            *(Patch(target, _SUPPORTS, self._whole_for_readers) for target in makers),
             Patch(gather, "accelerate>=1.4", self._alone_over_whole_rows),
             Patch("transformers.training_args:TrainingArguments.to_dict", _SUPPORTS, _given_arguments),
             *(Patch(t, "sentence-transformers>=3", _keeps_last_batch, optional=True) for t in _DROPS_LAST_BATCH),
@@ -116,20 +117,12 @@ class TrainerHooks:
         self.session.notice_training()
         return original(*args, **kwargs)
 
-    def _loader_of_one_process(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any) -> Any:
-        """Outside a training, gives the loader the length of one process, from which scripts compute a schedule."""
-        from unsloth_multigpu.deal.one_process import batches_of_one_process, is_being_dealt
-        from unsloth_multigpu.train.trainer import counts_as_one_process
-
-        is_asked_aside = not is_being_dealt(trainer) and counts_as_one_process(trainer, self._world_size)
-        with batches_of_one_process(trainer) if is_asked_aside else nullcontext():
-            return original(trainer, *args)
-
     def _whole_for_readers(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any, **kw: Any) -> Any:
-        """Gives a script that iterates over the loader the batches of one process. The evaluation loop divides them."""
+        """Gives a script the batches of one process, to read or count them. Trainings and evaluations divide them."""
+        from unsloth_multigpu.deal.one_process import is_being_dealt
         from unsloth_multigpu.train.trainer import counts_as_one_process
 
-        is_whole = counts_as_one_process(trainer, self._world_size)
+        is_whole = not is_being_dealt(trainer) and counts_as_one_process(trainer, self._world_size)
         with self._loaders.building(trainer) if is_whole else nullcontext():
             return original(trainer, *args, **kw)
 
@@ -155,11 +148,7 @@ class TrainerHooks:
         try:
             if share is None:
                 return original(trainer, self._loaders.divided(dataloader), *args, **kwargs)
-            cuts_last = trainer.gather_function != trainer.accelerator.gather
-            evaluation = Evaluation(trainer, manager, share, cuts_last=cuts_last)
-            with evaluation.on_trainer():
-                output = original(trainer, share.loader, *args, **kwargs)
-            return evaluation.completed(output)
+            return Evaluation(trainer, manager, share).run(lambda loader: original(trainer, loader, *args, **kwargs))
         finally:
             trainer.args.average_tokens_across_devices = counts
             # Callbacks read it, also in on_evaluate.
@@ -213,11 +202,6 @@ def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, *
 
     with patch_environment(WORLD_SIZE=world_size) if "WORLD_SIZE" in os.environ else nullcontext():
         return call(*args, **kwargs)
-
-
-def _batch_of_one_process(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
-    """Keeps Unsloth from multiplying the batch by the number of processes: the ranks divide that of one process."""
-    _told_world_size(1, original, *args, **kwargs)
 
 
 def _refused_search(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -32,16 +32,14 @@ class Evaluation:
     accelerate fills the last batches with rows from the start, which then count in losses and metrics, and TRL gathers
     its metrics over the batches of all ranks. Here each batch is a batch of one process. In the last round, a rank
     without a batch computes a filler, whose results are dropped.
-
-    Args:
-        cuts_last: Results of the last batch are truncated, as by accelerate in one process. `Seq2SeqTrainer` does not.
     """
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager, share: Share, *, cuts_last: bool) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, share: Share) -> None:
         self._trainer = trainer
         self._manager = manager
         self._share = share
-        self._cuts_last = cuts_last
+        # Results of the last batch are truncated, as by accelerate in one process. `Seq2SeqTrainer` does not.
+        self._cuts_last = trainer.gather_function != trainer.accelerator.gather
         self._num_done = self._num_rows = 0
         self._noted: list[dict[str, list[float]]] = []
         # Of the current round: the number of ranks with a batch, and the rows of this rank's results to keep; None =
@@ -49,9 +47,12 @@ class Evaluation:
         self._num_batches = 0
         self._rows_kept: int | None = None
 
-    @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Replaces methods of the Trainer during the evaluation. Collective if TRL collects metrics."""
+    def run(self, loop: Callable[[Any], Any]) -> Any:
+        """Calls the Trainer's loop with this rank's loader. Collective if TRL collects metrics, and for a stream.
+
+        Returns:
+            The output of the loop, with the number of rows of one process.
+        """
         trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(steered(trainer, "prediction_step", self._prediction_step))
@@ -60,13 +61,10 @@ class Evaluation:
                 steered(trainer.accelerator, "pad_across_processes", lambda _, tensor, *_1, **_2: tensor)
             )
             stack.enter_context(instance_attribute(trainer, "gather_function", self._gathered))
-            yield
+            output = loop(self._share.loader)
         trainer.gather_function = trainer.accelerator.gather_for_metrics
         if any(hasattr(trainer, store) for store in STORES):
             self._merge()
-
-    def completed(self, output: Any) -> Any:
-        """Returns the output of the loop with the number of rows of one process. Collective for a stream."""
         try:
             len(self._share.loader.dataset)
         except TypeError:  # The loop has counted only this rank's rows.
