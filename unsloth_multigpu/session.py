@@ -325,7 +325,7 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
     from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import saving_patches
-    from unsloth_multigpu.hooks.unsloth_patches import Placement, offload_patches
+    from unsloth_multigpu.hooks.unsloth_patches import Placement
 
     identity, shards, index = session.identity, session.config.shard == "on", device.index or 0
     placement = Placement(device.type, index, identity.rank, identity.world_size, shards)
@@ -339,7 +339,6 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
         *device_patches(device.type, index, identity.local_rank),
         *loop_patches(session.config, session.manager, session.on_close),
         *placement.patches(),
-        *offload_patches(identity.rank),
         *saving_patches(gate),
         *dataset_patches(session.context.run_dir, session.open_manager),
     ]

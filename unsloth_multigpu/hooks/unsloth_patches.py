@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ class Placement:
     Args:
         device_type: "cuda", "xpu" or "cpu".
         local_rank: Index of the rank's device.
+        rank: The global one, since nodes may share a folder.
         num_ranks: Number of ranks of the run.
         shards: The model is sharded over the ranks, in place of a device map that splits it.
     """
@@ -46,9 +46,13 @@ class Placement:
     shards: bool = False
 
     def patches(self) -> list[Patch]:
-        """Patches of the functions that load models; none for CPU ranks."""
+        """Patches of the functions that load models, not for CPU ranks, and that write trained embeddings to a file."""
         loaders = {} if self.device_type == "cpu" else _LOADERS
-        return [Patch(target, supports, self._placed, optional=True) for target, supports in loaders.items()]
+        found = [Patch(target, supports, self._placed, optional=True) for target, supports in loaders.items()]
+        if self.num_ranks > 1:
+            target, needs = "unsloth.models._utils:offload_to_disk", ("name", "temporary_location")
+            found.append(Patch(target, "unsloth>=2026.10.7", self._offloaded_apart, needs=needs, optional=True))
+        return found
 
     def _placed(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Loads the model on the rank's device. A device map of card 0, or of all cards, is for one process."""
@@ -86,14 +90,14 @@ class Placement:
                 explain(error, rank=self.rank, device=device, place=f"loading the model ({filled(device)})", hint=hint)
             raise
 
-
-def offload_patches(rank: int) -> list[Patch]:
-    """Returns the patch of Unsloth's function that writes trained embeddings to a file.
-
-    `rank` is the global one, since nodes may share the folder.
-    """
-    wrap, needs = functools.partial(_offloaded_apart, rank), ("name", "temporary_location")
-    return [Patch("unsloth.models._utils:offload_to_disk", "unsloth>=2026.10.7", wrap, needs=needs, optional=True)]
+    def _offloaded_apart(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Writes one file per rank. In a shared file, which other ranks have mapped, their weights would change."""
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.apply_defaults()
+        # The name as well: for a model in a folder, Unsloth writes into that folder.
+        given.arguments["name"] = f"{given.arguments['name']}_rank_{self.rank}"
+        given.arguments["temporary_location"] = f"{given.arguments['temporary_location']}/rank_{self.rank}"
+        return original(*given.args, **given.kwargs)
 
 
 def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
@@ -128,13 +132,3 @@ def _splits(device_map: Any) -> bool:
 
 def _places(device_map: Any) -> set[str]:
     return set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map)}
-
-
-def _offloaded_apart(rank: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Writes one file per rank. In a shared file, which other ranks have mapped, their weights would change."""
-    given = inspect.signature(original).bind(*args, **kwargs)
-    given.apply_defaults()
-    # The name as well: for a model in a folder, Unsloth writes into that folder.
-    given.arguments["name"] = f"{given.arguments['name']}_rank_{rank}"
-    given.arguments["temporary_location"] = f"{given.arguments['temporary_location']}/rank_{rank}"
-    return original(*given.args, **given.kwargs)

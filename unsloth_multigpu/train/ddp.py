@@ -53,7 +53,13 @@ class DDPWrapping(GradientExchange):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        forget_evaluation(self._trainer)
+        """Undoes what `evaluate()` or another `strategy` did to prepare the model: accelerate prepares it only once."""
+        model, wrapped = self._trainer.model, self._trainer.model_wrapped
+        if not isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
+            self._trainer.model_wrapped = model
+            is_prepared = vars(model).pop("_is_accelerate_prepared", False)
+            if is_prepared and "_original_forward" in vars(model):  # Without mixed precision, which is applied again.
+                model.forward = vars(model).pop("_original_forward")
         with ExitStack() as self._hooks:
             yield
 
@@ -200,17 +206,6 @@ def exchanged_of(model: nn.Module) -> frozenset[int]:
     """Returns the ids of the parameters whose gradients a new DDP would exchange."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return frozenset(id(p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored)
-
-
-def forget_evaluation(trainer: TrainerLike) -> None:
-    """Undoes what `evaluate()` or another `strategy` did to prepare the model: accelerate does not prepare it twice."""
-    model, wrapped = trainer.model, trainer.model_wrapped
-    if isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
-        return
-    trainer.model_wrapped = model
-    is_prepared = vars(model).pop("_is_accelerate_prepared", False)
-    if is_prepared and "_original_forward" in vars(model):  # Without mixed precision, which is applied again.
-        model.forward = vars(model).pop("_original_forward")
 
 
 def ddp_settings(model: nn.Module, args: ArgumentsLike) -> dict[str, Any]:

@@ -120,9 +120,7 @@ class Meter(Part):
         self._steps_s.append(now_s - self._since_s)
         self._since_s = now_s
         self._waits.poll()
-        if state.global_step >= state.max_steps:
-            self._settle()
-        self._write(state)
+        self._write(state, is_last=state.global_step >= state.max_steps)
 
     def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._since_s = time.monotonic()
@@ -132,8 +130,7 @@ class Meter(Part):
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # A callback may have ended the training early.
         if state.global_step < state.max_steps and self._num_steps:
-            self._settle()
-            self._write(state)
+            self._write(state, is_last=True)
 
     def report(self, counts: tuple[int, int, int], train_s: float, sent_bytes: int | None) -> RankReport:
         """Returns this rank's report, without its number. `counts` are steps, samples and micro-batches."""
@@ -166,21 +163,21 @@ class Meter(Part):
                 self._tokens.add(inputs, is_filler=micro_batch is not None and micro_batch.piece.is_filler)
         return original(model, inputs, *args, **kwargs)
 
-    @property
-    def _num_samples(self) -> int | None:
-        return self._feed.passes.num_samples if self._feed is not None and self._feed.metrics.is_dealing else None
-
-    def _settle(self) -> None:
-        self._waits.settle()
-        self._memory_s = float("-inf")
-
-    def _write(self, state: StateLike) -> None:
-        self._read_memory()
+    def _write(self, state: StateLike, *, is_last: bool = False) -> None:
+        if is_last:
+            self._waits.settle()
+        if is_last or time.monotonic() - self._memory_s >= _MEMORY_EVERY_S:
+            self._memory_s = time.monotonic()
+            self._held_bytes, peak_bytes = _memory(self._trainer.args.device)
+            # A script may reset the peak of the allocator.
+            self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        feed = self._feed
+        num_samples = feed.passes.num_samples if feed is not None and feed.metrics.is_dealing else None
         waited_s = 0.0 if self._is_alone else self._waits.seconds - self._waited_before_s
         self.figures = Figures(
             max_steps=state.max_steps,
             num_steps=self._num_steps,
-            num_samples=self._num_samples,
+            num_samples=num_samples,
             num_tokens=self._tokens.num_tokens,
             num_padding_tokens=self._tokens.num_padding_tokens,
             waiting_s=None if self.is_sharded else waited_s,
@@ -191,15 +188,6 @@ class Meter(Part):
             setup_s=self._begin_s - self._called_s,
         )
         self._beat.note(self.figures)
-
-    def _read_memory(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._memory_s < _MEMORY_EVERY_S:
-            return
-        self._memory_s = now_s
-        self._held_bytes, peak_bytes = _memory(self._trainer.args.device)
-        # A script may reset the peak of the allocator.
-        self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
 
 class TokenCount:

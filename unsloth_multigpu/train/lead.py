@@ -38,8 +38,6 @@ _RING = 4096
 _HINT = "Let rank 0 alone do no long work, such as in a callback, or raise timeout_s."
 # The Trainer waits for its last upload on rank 0. If rank 0 dies meanwhile, the launcher ends the run.
 _UPLOAD_LIMIT_S = 86_400.0
-# Signals that a rank without our supervisor catches itself.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
@@ -265,8 +263,8 @@ class Preemption(Part):
         self.lead.asked = self._asked
         with self._open:
             if listens:
-                signals = (signal.SIGINT,) if self._is_cell else SIGNALS
-                self._open.enter_context(signals_handled(signals, self._catch))
+                others = () if self._is_cell else (signal.SIGTERM, signal.SIGUSR1)
+                self._open.enter_context(signals_handled((signal.SIGINT, *others), self._catch))
             yield
             # A signal after the last step: the script must not be interrupted in the middle of what follows. Rank 0 may
             # still upload, for longer than a collective may take.
