@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
@@ -193,44 +194,32 @@ def test_incomplete_checkpoint_that_is_asked_for_is_an_error(tmp_path):
         check_asked(make(tmp_path, 8, is_resumable=False))
 
 
-class Rank:
-    """The manager of one of two ranks, whose exchanges are what a test says."""
-
-    def __init__(self, rank=0, **options):
-        self.identity = SimpleNamespace(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
-        self.config = MultiGPUConfig(**options)
-        self.attempts = [0, 0]
-        self.check_same = lambda facts: None
-
-    def gather_json(self, value):
-        return [[attempt, "key"] for attempt in self.attempts]
-
-    def broadcast_json(self, value):
-        return value
-
-    def lead(self, key, what, work, *, timeout_s):
-        return work()
+def rank_of(attempts=(0, 0), **options):
+    """The manager of the first of two ranks, which exchange nothing but their attempts."""
+    manager = manager_of(None, 0, 2, MultiGPUConfig(**options))
+    manager.check_same = lambda facts: None
+    manager.gather_json = lambda value: [[attempt, "key"] for attempt in attempts]
+    manager.broadcast_json = lambda value: value
+    manager.lead = lambda key, what, work, *, timeout_s: work()
+    return manager
 
 
-def resume_of(**options):
-    rank = Rank(**options)
-    steps = SimpleNamespace(proof=SimpleNamespace(values=dict), balancer=SimpleNamespace(), loader=None)
-    resume = Resume(None, rank, steps, {}, 0, RunContext())
+def resume_of(*attempts, **options):
+    context = RunContext(run_id="run" if attempts else None, attempt=next(iter(attempts), 0))
+    resume = Resume(None, rank_of(attempts or (0, 0), **options), None, {}, 0, context)
     resume.facts = FACTS
-    return resume, rank
+    return resume
 
 
 @pytest.mark.parametrize(
     ("attempts", "step"),
     # A node that has just joined counts from 0; the first attempt looks for nothing.
-    [([1, 1], 2), ([0, 1], 2), ([0, 0], None)],
+    [((1, 1), 2), ((0, 1), 2), ((0, 0), None)],
 )
 def test_restart_goes_on_from_what_the_run_itself_has_saved(tmp_path, attempts, step):
     make(tmp_path, 2)
     make(tmp_path, 3, run_id="other")
-    ours, rank = resume_of()
-    ours.context = RunContext(run_id="run", attempt=attempts[0])
-    rank.attempts = attempts
+    ours = resume_of(*attempts)
     ours.choose(str(tmp_path))
     found = None if step is None else str(tmp_path / f"checkpoint-{step}")
     assert ours.arguments.get("resume_from_checkpoint") == found
@@ -238,7 +227,7 @@ def test_restart_goes_on_from_what_the_run_itself_has_saved(tmp_path, attempts, 
 
 def asking(how, folder, *, is_sharded=False, **options):
     """A training that looks for a checkpoint, in one of the ways to ask for one."""
-    ours, _ = resume_of(resume="auto" if how == "auto" else "off", **options)
+    ours = resume_of(resume="auto" if how == "auto" else "off", **options)
     if how != "auto":
         ours.arguments["resume_from_checkpoint"] = True if how == "newest" else folder
     ours.is_sharded = is_sharded
@@ -306,8 +295,6 @@ def checkpoints(trainer, rank):
     accumulation = lambda: instance_attribute(trainer.args, "gradient_accumulation_steps", 4)  # noqa: E731
     steps = SimpleNamespace(
         proof=SimpleNamespace(values=dict),
-        balancer=SimpleNamespace(state_dict=dict),
-        num_accumulated=4,
         loader=None,
         passes=SimpleNamespace(accumulation_of_script=accumulation),
     )
@@ -322,7 +309,7 @@ NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]
 def test_checkpoint_that_lacks_what_a_training_needs_is_none_to_go_on_from(tmp_path, missing):
     files = {*NEEDED, "training_args.bin"} - {missing}
     trainer = Saving(tmp_path, *files)
-    checkpoints(trainer, Rank())._save(trainer.save, None)
+    checkpoints(trainer, rank_of())._save(trainer.save, None)
     stored = sealed(tmp_path / "checkpoint-3")
     assert stored.is_resumable == (not missing)
     assert stored.files.keys() == files
@@ -331,7 +318,7 @@ def test_checkpoint_that_lacks_what_a_training_needs_is_none_to_go_on_from(tmp_p
 
 def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind(tmp_path):
     trainer = Saving(tmp_path, *NEEDED)
-    ours = checkpoints(trainer, Rank())
+    ours = checkpoints(trainer, rank_of())
     rows = DataLoader(range(4))
 
     def evaluate(*, saves):
@@ -356,7 +343,7 @@ def test_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
         rf"checkpoint-3 could not be saved, earlier .*; the disk of {tmp_path} has 1,024 bytes free: .* No space left"
     )
     with pytest.raises(OSError, match=told):
-        checkpoints(trainer, Rank())._save(trainer.save, None)
+        checkpoints(trainer, rank_of())._save(trainer.save, None)
     assert not list(tmp_path.iterdir())
 
 
@@ -366,10 +353,10 @@ def test_two_runs_do_not_write_one_checkpoint(tmp_path):
 
     def save_as_well():
         with pytest.raises(SaveError, match="another run is saving in"):
-            checkpoints(other, Rank())._save(other.save, None)
+            checkpoints(other, rank_of())._save(other.save, None)
 
     trainer.meanwhile = save_as_well
-    checkpoints(trainer, Rank())._save(trainer.save, None)
+    checkpoints(trainer, rank_of())._save(trainer.save, None)
     assert sealed(tmp_path / "checkpoint-3").files.keys() == set(NEEDED)
     assert check(tmp_path / "checkpoint-3") is None
 
@@ -379,18 +366,18 @@ def test_what_a_killed_save_left_is_not_mixed_in(tmp_path):
     left = make(tmp_path / PART_FOLDER, 3)
     (left / MANIFEST).unlink()
     trainer = Saving(tmp_path, *NEEDED)
-    checkpoints(trainer, Rank())._save(trainer.save, None)
+    checkpoints(trainer, rank_of())._save(trainer.save, None)
     assert sealed(tmp_path / "checkpoint-3").files.keys() == set(NEEDED)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
 def test_trainer_that_saves_to_another_place_leaves_no_folder(tmp_path):
     trainer = Saving(tmp_path)
-    checkpoints(trainer, Rank())._save(lambda model, trial: (tmp_path / "mine").touch(), None)
+    checkpoints(trainer, rank_of())._save(lambda model, trial: (tmp_path / "mine").touch(), None)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
     # Into the final folder, by itself.
     save = lambda model, trial: [make(tmp_path, 3), (tmp_path / "checkpoint-3" / MANIFEST).unlink()]  # noqa: E731
-    checkpoints(trainer, Rank())._save(save, None)
+    checkpoints(trainer, rank_of())._save(save, None)
     assert sealed(tmp_path / "checkpoint-3").files.keys() == {"optimizer.pt", "adapter/weights.bin"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-3", "mine"]
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.ddp import TrainedParameters, parameters_beside_the_model
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.wire.identity import RankIdentity
 
 
 class Half(FakeTrainer):
@@ -31,8 +31,7 @@ class Half(FakeTrainer):
 
 def followed(trainer, strategy="allreduce"):
     # It cannot meet anybody: every exchange with other ranks would raise.
-    identity = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
-    manager = SimpleNamespace(config=MultiGPUConfig(strategy=strategy), identity=identity)
+    manager = manager_of(None, 0, 2, MultiGPUConfig(strategy=strategy))
     known = [p for p in trainer.model.parameters() if p.requires_grad]
     exchange = SimpleNamespace(parameters=known if strategy != "ddp" else None)
     return Loop(trainer, [TrainedParameters(trainer, manager, exchange, 0)]).steering()
