@@ -36,21 +36,17 @@ def test_compiler_marks_its_time(monkeypatch, arguments):
         for _ in range(2):
             trainer.get_batch_samples(iter([]), 1, None)
         page.mark(Phase.COMPUTE)
-        assert_compiling_is_marked(page, handler, arguments)
+        (begin,), (end,) = handler.start_callbacks, handler.end_callbacks
+        begin(*arguments)
+        assert page.phase == Phase.COMPILE
+        begin(*arguments)
+        end(*arguments)
+        assert page.phase == Phase.COMPUTE
+        begin(*arguments)
+        page.mark(Phase.UPDATE)  # The main thread has gone on.
+        end(*arguments)
+        assert page.phase == Phase.UPDATE
     assert handler.start_callbacks == handler.end_callbacks == []
-
-
-def assert_compiling_is_marked(page, handler, arguments):
-    (begin,), (end,) = handler.start_callbacks, handler.end_callbacks
-    begin(*arguments)
-    assert page.phase == Phase.COMPILE
-    begin(*arguments)
-    end(*arguments)
-    assert page.phase == Phase.COMPUTE
-    begin(*arguments)
-    page.mark(Phase.UPDATE)  # The main thread has gone on.
-    end(*arguments)
-    assert page.phase == Phase.UPDATE
 
 
 class Noting(FakeTrainer):

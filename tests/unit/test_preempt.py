@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import GradientExchange
 from unsloth_multigpu.train.lead import Lead, Moment, Preemption
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.event import EventWriter, StopRequest, ask_to_stop, read_request
@@ -18,7 +19,8 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 
 def preemption_of(trainer, manager, events=None):
-    return Preemption(trainer, manager, events, Lead(manager, HeartbeatPage(None, 0)))
+    lead = Lead(manager, HeartbeatPage(None, 0))
+    return Preemption(trainer, manager, events, lead, GradientExchange(trainer, manager))
 
 
 def test_supervisor_asks_the_ranks_of_one_attempt_and_the_first_to_ask_is_heard(tmp_path):

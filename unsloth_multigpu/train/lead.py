@@ -175,7 +175,10 @@ class OneDecision(Part):
         is_in_loop = moment in (Moment.STEP, Moment.SUBSTEP, Moment.EPOCH)
         if is_in_loop and not self._exchange.may_stop:
             found = mine & self._scheduled(moment)
-            self._postpone(mine & ~found, step)
+            late = mine & ~found
+            if late & ~self._postponed and self._manager.rank == 0:
+                logger.info("%s after step %d waits for the next synchronization of the ranks", _names(late), step)
+            self._postponed |= late
         else:
             # All ranks reach this point: they have just computed, logged, evaluated or saved together.
             mine, self._postponed = mine | self._postponed, 0
@@ -202,11 +205,6 @@ class OneDecision(Part):
         event(self._trainer.args, self._trainer.state, control)
         return _flags_of(control)
 
-    def _postpone(self, flags: int, step: int) -> None:
-        if flags & ~self._postponed and self._manager.rank == 0:
-            logger.info("%s after step %d waits for the next synchronization of the ranks", _names(flags), step)
-        self._postponed |= flags
-
 
 def _flags_of(control: Any) -> int:
     return sum(bool(getattr(control, name)) << i for i, name in enumerate(_FLAGS))
@@ -220,10 +218,6 @@ def _names(flags: int) -> str:
 class Preemption(Part):
     """Stops one training on a signal. Through `lead` all ranks learn of the signal at the same point of the loop.
 
-    Args:
-        may_stop: Returns False between two synchronizations of independent ranks, where a stop would change the
-            training. It is equal on all ranks.
-
     Attributes:
         signal_number: The signal on which the ranks are stopping, 0 = none.
         cuts_off_evaluation: They stop before or in an evaluation of the loop, which a resumed training makes.
@@ -235,7 +229,7 @@ class Preemption(Part):
     manager: DDPManager
     events: EventWriter | None
     lead: Lead
-    may_stop: Callable[[], bool] = lambda: True
+    exchange: GradientExchange
     signal_number: int = field(init=False, default=0)
     cuts_off_evaluation: bool = field(init=False, default=False)
     # The signal that this rank has caught itself, and when.
@@ -310,7 +304,7 @@ class Preemption(Part):
 
     def _is_stopping(self, moment: Moment | None) -> bool:
         """True from the point at which all ranks stop. `moment` is the present point; None = they have just agreed."""
-        if not self.signal_number and self.may_stop():
+        if not self.signal_number and self.exchange.may_stop:
             if moment is not None:
                 self.lead.follow(moment, 0, int(self.trainer.state.global_step))
             self.signal_number = self.lead.signal_number

@@ -75,7 +75,7 @@ class DDPTrainer:
             self.exchange = Exchange(trainer, manager)
         trained = None if self._is_alone else TrainedParameters(trainer, manager, self.exchange, training)
         self.meter = Meter(trainer, manager, session.beat, self.steps)
-        preemption = Preemption(trainer, manager, session.events, lead, lambda: self.exchange.may_stop)
+        preemption = Preemption(trainer, manager, session.events, lead, self.exchange)
         replicas = ReplicaProof(manager, self.steps.facts)
         self.progress = Progress(trainer, manager, session.events, replicas, self.exchange, trained, preemption)
         # `train.loop.PLACES` has their order.
