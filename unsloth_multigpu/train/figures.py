@@ -135,7 +135,7 @@ class Meter(Part):
     def report(self, counts: tuple[int, int, int], train_s: float, sent_bytes: int | None) -> RankReport:
         """Returns this rank's report, without its number. `counts` are steps, samples and micro-batches."""
         counted = dict(zip(("num_steps", "num_samples", "num_micro_batches"), counts, strict=True))
-        logged = self._trainer.state.log_history[-1:]
+        logged = [line["train_runtime"] for line in self._trainer.state.log_history if "train_runtime" in line]
         phases_s = dict.fromkeys(_IN_REPORT.values(), 0.0)
         for phase, name in _IN_REPORT.items():
             phases_s[name] += self._beat.spent_s[phase] - self._spent_before_s[phase]
@@ -144,7 +144,7 @@ class Meter(Part):
             rank=0,
             train_s=train_s,
             sent_bytes=sent_bytes,
-            runtime_s=logged[0].get("train_runtime") if logged else None,
+            runtime_s=logged[-1] if logged else None,
             phases_s={name: seconds for name, seconds in phases_s.items() if seconds > 0.0},
         )
 
