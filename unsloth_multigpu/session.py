@@ -299,7 +299,8 @@ def _patches(session: Session) -> list[Patch]:
     from unsloth_multigpu.hooks.unsloth_patches import Placement
 
     config, identity = session.config, session.identity
-    patches = TrainerHooks(session, _claim_device(session)).patches()
+    patches = TrainerHooks(session).patches()
+    _claim_device(session)
     if not config.enable_ddp and config.device != "cpu":
         from unsloth_multigpu.start import visible_accelerators
 
@@ -344,10 +345,10 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
     ]
 
 
-def _claim_device(session: Session) -> str:
-    """Makes the rank's GPU the current device, so that "cuda" means it. Returns the device type."""
+def _claim_device(session: Session) -> None:
+    """Makes the rank's GPU the current device, so that "cuda" means it."""
     if session.identity.world_size == 1:
-        return "any"
+        return
     if session.config.device != "cpu":
         from unsloth_multigpu.launch.allocator import allocator_variables
 
@@ -368,7 +369,7 @@ def _claim_device(session: Session) -> str:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         # accelerate would call the device "cpu:0", to which torch.load cannot map a checkpoint.
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        return "cpu"
+        return
     available, num_ranks = torch.accelerator.device_count(), session.identity.local_world_size
     if available == 1 < num_ranks:
         # Each rank sees one GPU, as SLURM may arrange. accelerate would give DDP the local rank as its device.
@@ -379,4 +380,3 @@ def _claim_device(session: Session) -> str:
             hint=f"Start {available} ranks, or set CUDA_VISIBLE_DEVICES.",
         )
     torch.accelerator.set_device_index(device.index)
-    return device.type

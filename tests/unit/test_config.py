@@ -154,7 +154,7 @@ def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all():
 @pytest.mark.parametrize("enable_ddp", [True, False])
 def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(enable_ddp):
     config = MultiGPUConfig(num_gpus=1, enable_ddp=enable_ddp)
-    patches = TrainerHooks(Session(config, SINGLE_PROCESS, console=None), "any").patches()
+    patches = TrainerHooks(Session(config, SINGLE_PROCESS, console=None)).patches()
     (patch,) = (p for p in patches if p.target.endswith("__post_init__"))
     args = SimpleNamespace(ddp_timeout=1, n_gpu=4, _n_gpu=4)
     patch.wrap(lambda self: None, args)

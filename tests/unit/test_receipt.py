@@ -265,7 +265,7 @@ def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(t
     config = tool.adjusted(MultiGPUConfig(num_gpus=1, verify_every=0))
     assert (config.num_gpus, config.verify_every, config.check_first_step) == (3, 1, "every")
     assert alone.adjusted(MultiGPUConfig(num_gpus=1)).check_first_step == "auto"
-    patches = TrainerHooks(Session(config, SINGLE_PROCESS, console=None, tool=tool), "any").patches()
+    patches = TrainerHooks(Session(config, SINGLE_PROCESS, console=None, tool=tool)).patches()
     (patch,) = (p for p in patches if "TrainingArguments" in p.target)
     values = {"ddp_timeout": 1, "use_cpu": False, "steps_per_generation": 1, "n_gpu": 1, "output_dir": str(tmp_path)}
     args = SimpleNamespace(push_to_hub=True, **values)

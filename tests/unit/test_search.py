@@ -12,7 +12,7 @@ from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_search_is_refused_on_several_ranks(world_size):
     identity = RankIdentity(0, 0, world_size, world_size, "unsloth_multigpu")
-    patches = TrainerHooks(Session(MultiGPUConfig(), identity, console=None), "cpu").patches()
+    patches = TrainerHooks(Session(MultiGPUConfig(), identity, console=None)).patches()
     found = [patch for patch in patches if patch.target.endswith(".hyperparameter_search")]
     assert len(found) == (world_size > 1)
     for patch in found:

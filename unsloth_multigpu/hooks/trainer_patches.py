@@ -41,13 +41,9 @@ _DIVIDED = "_unsloth_multigpu_divided"
 
 @dataclass(eq=False)
 class TrainerHooks:
-    """Replacements for methods of `transformers.Trainer` and of its arguments, in one session, which steers `train`.
-
-    `device_type` is "cuda", "xpu" or "cpu".
-    """
+    """Replacements for methods of `transformers.Trainer` and of its arguments, in one session, which steers `train`."""
 
     session: Session
-    device_type: str
 
     def patches(self) -> list[Patch]:
         """Returns all patches of the Trainer, which every process gets."""
@@ -155,7 +151,7 @@ class TrainerHooks:
             trainer.callback_handler.eval_dataloader = dataloader
 
     def _adjusted_arguments(self, original: Callable[..., None], arguments: ArgumentsLike, /) -> None:
-        from unsloth_multigpu.group.manager import sends_over_host
+        from unsloth_multigpu.group.manager import local_device, sends_over_host
 
         session, config, has_ranks = self.session, self.session.config, self._world_size > 1
         session.tool.adjust_arguments(arguments)
@@ -166,7 +162,7 @@ class TrainerHooks:
             session.manager().meet_ranks()
         if config.device == "cpu":
             arguments.use_cpu = True
-        if has_ranks and self.device_type == "cpu":
+        if has_ranks and local_device(session.identity, config).type == "cpu":
             # Without it accelerate finds no device, and every rank trains by itself.
             arguments.use_cpu = True
             # accelerate would open the group next, on the CPU without a timeout.

@@ -50,7 +50,7 @@ def all_patches() -> list[Patch]:
     session.server = GenerationServer(session.config, 0, events, is_first=True)
     return [
         followed_train_patch(lambda: False),
-        *TrainerHooks(session, "cuda").patches(),
+        *TrainerHooks(session).patches(),
         # A device index other than the rank needs more patches.
         *patches_of_rank(session, torch.device("cuda", 1), SaveGate(0, session.open_manager)),
         *notebook_patches(_not_in_a_run),
