@@ -9,7 +9,7 @@ import torch
 from tiny_llama import RaggedRows, collate, tiny_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu.part import EVENTS
+from unsloth_multigpu.part import Part
 
 OWNERS = ("accelerator", "callback_handler")
 
@@ -85,8 +85,9 @@ class Look(TrainerCallback):
             prefix = "" if instance is None else f"{type(instance).__name__}."
             name = frame.f_code.co_name
             self.calls[prefix + name] += 1
-            if name in EVENTS and instance is not None:
-                answering = self.events.setdefault(name, [])
+            caller = frame.f_back
+            if isinstance(instance, Part) and caller.f_code.co_name == "answer":  # Of the callback of all parts.
+                answering = self.events.setdefault(caller.f_back.f_locals["event"], [])
                 if type(instance).__name__ not in answering:
                     answering.append(type(instance).__name__)
 
