@@ -6,12 +6,18 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+ALL ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 HARDWARE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
-# One stamp per kind of machine, so that a home folder shared by both gets the missing half when it is needed.
+# Stamps per kind of machine, so that a home folder shared by both gets the missing half when it is needed.
 STAMP := $(VENV)/.set-up-$(HARDWARE)
+TORCH_STAMP := $(VENV)/.torch-$(HARDWARE)
+ifeq ($(MAKELEVEL),0)
+# The device of the tests is built while the rest is installed.
+MAKEFLAGS += -j2
+endif
 DOCS_VENV := build/docs/venv
 RELEASE := build/release
 RELEASE_NEEDS := build==1.6.1 twine==7.0.0 check-wheel-contents==0.6.3
@@ -57,7 +63,7 @@ demo: setup
 
 # Two tests at a time, because ranks wait a lot; in the order of the files, so that short ones come last.
 test: setup fake-cuda
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) $(if $(ALL),-m "")
 
 # What docs/benchmarks.md says of GPUs, measured on the cards of this machine; a call again goes on.
 #   PART=1                  1 to 7: one call of at most nine minutes; else all of them
@@ -81,8 +87,8 @@ gpu-site: setup
 	tar -C $(SITE) -czf $(SITE).tar.gz . && du -h $(SITE).tar.gz
 
 # With what is `thorough`: three ranks, strategies, further kinds, clients over TLS, experiments.
-test-all: ARGS += -m ""
-test-all: browser test
+test-all: browser
+	$(MAKE) test ALL=1
 
 lint: setup
 	$(BIN)/python -m ruff check
@@ -134,30 +140,37 @@ signatures: setup
 
 setup: $(STAMP)
 
-# Headless Chromium for one test, where the machine has none. Without npm it says so, and the test is skipped.
+# JupyterLab for one test, and headless Chromium where the machine has none. Without npm it says so, and the test is skipped.
 browser: setup
+	$(INSTALL) 'jupyterlab>=4.2'
 	tests/helpers/install_chromium.sh $(VENV)/chromium
 
 # CUDA devices in host memory for the tests, built by g++; without it, it says which tests are skipped.
-fake-cuda: setup
-	$(BIN)/python -m tests.helpers.fake_cuda
+fake-cuda: $(TORCH_STAMP)
+	$(BIN)/python tests/helpers/fake_cuda/build.py
 
-# The stamp is written last and pip passes over what is there, so a set-up that was cut off goes on where it stopped.
-$(STAMP): pyproject.toml constraints.txt Makefile
+# A stamp is written last and pip passes over what is there, so a set-up that was cut off goes on where it stopped.
+$(TORCH_STAMP): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "Python 3.10 or newer is needed, and PYTHON=$(PYTHON) is not. Try: make PYTHON=python3.12" >&2; exit 1; }
 	echo "Creating $(VENV) (a few seconds)"
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(HARDWARE),gpu)
-	echo "GPU found. Installing torch for CUDA, Unsloth and this project (about 5 GB, 5 minutes)"
-	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[dev,unsloth]"
+	echo "GPU found. Installing torch for CUDA (3 GB, 3 minutes)"
+	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 else
 	echo "No GPU found. Installing torch (1 to 5 minutes; TORCH_INDEX=https://download.pytorch.org/whl/cpu is a smaller build)"
 	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	echo "Installing this project, the Hugging Face libraries and the tools of the tests (1 to 5 minutes)"
-	$(INSTALL) -e ".[dev]"
-	echo "Installing Unsloth for the CPU (about 1 minute)"
-	$(INSTALL) $(UNSLOTH_NEEDS)
+endif
+	touch $@
+
+$(STAMP): $(TORCH_STAMP)
+ifeq ($(HARDWARE),gpu)
+	echo "Installing Unsloth and this project (2 GB, 2 minutes)"
+	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[dev,unsloth]"
+else
+	echo "Installing this project, the Hugging Face libraries, Unsloth and the tools of the tests (1 to 6 minutes)"
+	$(INSTALL) -e ".[dev]" $(UNSLOTH_NEEDS)
 	$(INSTALL) --no-deps unsloth unsloth_zoo
 	$(PIP_INSTALL) --no-deps $(TRL_OF_CPU)
 endif

@@ -41,6 +41,7 @@ print(f"{is_equal:g} of {dist.get_world_size()} ranks have rank 0's weights")"""
 
 @pytest.mark.thorough
 def test_notebook_trains_fails_stops_and_goes_on_in_a_browser(tmp_path: Path) -> None:
+    pytest.importorskip("jupyterlab", reason="no JupyterLab: `make browser`")
     browser = find_browser()
     if browser is None:
         pytest.skip("no browser: `make browser` or `apt-get install chromium`, or set CHROMIUM to the path of one")

@@ -79,3 +79,11 @@ def _torch() -> Path:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent
+
+
+if __name__ == "__main__":
+    if reason := why_not():
+        print(f"Tests on a device in host memory are skipped: {reason}")
+    else:
+        print("Building the CUDA device in host memory for the tests (about 1 minute)", flush=True)
+        built()
