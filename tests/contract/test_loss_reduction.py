@@ -62,7 +62,7 @@ def tiny(tmp_path):
 def found(tmp_path, model, kind=Trainer, asked="auto", **settings):
     args = TrainingArguments(str(tmp_path), **SETTINGS, **settings)
     trainer = kind(model=model, args=args, train_dataset=LABELLED, data_collator=default_data_collator)
-    return find_reduction(trainer, trainer.compute_loss, asked)
+    return find_reduction(trainer, asked)
 
 
 @pytest.mark.parametrize(
@@ -97,26 +97,26 @@ def test_label_smoothing_is_another_loss(tmp_path):
 
 def test_rows_of_a_classifier_count_by_their_labels(tmp_path):
     reduction = found(tmp_path, BertForSequenceClassification(BERT))
-    assert reduction == LossReduction("row_mean", "tokens", rows_are_independent=True)
+    assert reduction == LossReduction("row_mean", "tokens")
 
 
 @pytest.mark.parametrize(("loss_type", "kind"), [("sigmoid", "row_mean"), ("ipo", "row_mean"), ("aot", "auto")])
 def test_preference_losses_are_means_of_pairs_unless_they_sort_them(tmp_path, loss_type, kind):
     args = DPOConfig(str(tmp_path), **SETTINGS, bf16=False, loss_type=[loss_type])
     trainer = DPOTrainer(train_dataset=Dataset.from_list(preference_rows(8)), args=args, **tiny(tmp_path))
-    assert find_reduction(trainer, trainer.compute_loss).kind == kind
+    assert find_reduction(trainer).kind == kind
 
 
 def test_fine_tuning_of_trl_is_a_sum_over_the_steps_tokens(tmp_path):
     rows = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4)
     args = SFTConfig(str(tmp_path), **SETTINGS, bf16=False)
     trainer = SFTTrainer(train_dataset=rows, args=args, **tiny(tmp_path))
-    assert find_reduction(trainer, trainer.compute_loss) == TOKEN_SUM
+    assert find_reduction(trainer) == TOKEN_SUM
 
 
 def test_what_the_user_says_counts(tmp_path):
     assert found(tmp_path, llama(), OwnLoss, asked="whole") == LossReduction("whole")
-    assert found(tmp_path, llama(), OwnLoss, asked="row_mean") == LossReduction("row_mean", rows_are_independent=True)
+    assert found(tmp_path, llama(), OwnLoss, asked="row_mean") == LossReduction("row_mean")
     with pytest.raises(ConfigError, match=r"loss_reduction='token_sum', but .* gets no num_items_in_batch"):
         found(tmp_path, NoCount(), asked="token_sum")
 

@@ -76,7 +76,7 @@ class StateView:
         return repr(self._state)
 
 
-class _Alone(StateView):
+class StateOfOne(StateView):
     """The state of a single process."""
 
     num_processes = 1
@@ -93,7 +93,7 @@ def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name in ((trainer.accelerator, "state"), (trainer.args, "distributed_state")):
             if vars(owner).get(name) is not None:
-                stack.enter_context(instance_attribute(owner, name, _Alone(vars(owner)[name])))
+                stack.enter_context(instance_attribute(owner, name, StateOfOne(vars(owner)[name])))
         yield
 
 

@@ -65,8 +65,6 @@ class SerialTrainer(Part):
         # Device and factor of the shard that is computed now.
         self._shard: tuple[torch.device, float] | None = None
         self._is_weighed = False
-        # The trainer's own `compute_loss`.
-        self._loss: Callable[..., Any] = trainer.compute_loss
         self._num_steps = self._num_samples = self._num_shards = 0
 
     def run(self, original_train: Callable[[], Any]) -> Any:
@@ -196,7 +194,7 @@ class SerialTrainer(Part):
 
     def _find_reduction(self) -> LossReduction:
         """Returns the loss reduction, by the class of the trainer or by the option."""
-        reduction = find_reduction(self.trainer, self._loss, self.config.loss_reduction)
+        reduction = find_reduction(self.trainer, self.config.loss_reduction)
         if reduction.kind in (AUTO, WHOLE, GATHERED):
             raise SetupError(
                 f"loss_reduction={reduction.kind!r}: a micro-batch cannot be cut into shards, because it is not known "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
-from unsloth_multigpu.deal.one_process import StateView
+from unsloth_multigpu.deal.one_process import StateOfOne, StateView
 from unsloth_multigpu.deal.sampler import with_batches
 from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.library import is_library
@@ -133,13 +133,10 @@ class _CountedState(StateView):
     """
 
     gradient_state: Any = None
-    told: int | None = None  # What it says, wherever it is asked.
     was_read_in_loop = False
 
     @property
     def num_processes(self) -> int:
-        if self.told is not None:
-            return self.told
         if not self.gradient_state.in_dataloader:
             return 1
         self.was_read_in_loop = True
@@ -159,7 +156,8 @@ class _Loop:
         self._world_size: int = accelerator.num_processes
         self._told = told
         self.stack = ExitStack()
-        self.state = _CountedState(accelerator.state)
+        self._real_state = accelerator.state
+        self.state = _CountedState(self._real_state)
         self.state.gradient_state = accelerator.gradient_state
 
     def backward_of_library(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -189,16 +187,19 @@ class _Loop:
                 hint=f"Give the data loader a batch size. {_SCALE}",
             )
         if isinstance(data_loader.dataset, IterableDataset) or self._accelerator.dispatch_batches:
-            return self._prepare_stream(original, data_loader, size, *args, **kwargs)
-        if size < self._world_size:
-            self._tell(
-                f"batch_size={size}: {self._world_size - size} of {self._world_size} ranks repeat a row, which "
-                "counts for nothing"
-            )
+            # accelerate reads it on rank 0 or on each rank, and splits its batches into equal parts.
+            if size % self._world_size:
+                raise SetupError(
+                    f"batch_size={size}: accelerate shares the batches of {type(data_loader.dataset).__name__} in "
+                    f"equal parts, and there are {self._world_size} ranks.",
+                    hint=f"Set a multiple of {self._world_size}, or another num_gpus. {_SCALE}",
+                )
+            with instance_attribute(self._accelerator, "state", self._real_state):
+                return original(data_loader, *args, **kwargs)
         is_in_order = type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
         check_same = None if is_in_order else self._check_same
         mine = with_batches(data_loader, SharedBatches(batches, self._rank, self._world_size, check_same))
-        with instance_attribute(self.state, "told", 1):
+        with instance_attribute(self._accelerator, "state", StateOfOne(self._real_state)):
             prepared = original(mine, *args, **kwargs)
         prepared._drop_last = data_loader.drop_last
         if not is_in_order:
@@ -242,19 +243,6 @@ class _Loop:
         filled[: len(tensor)] = tensor
         parts = original(filled).split(max(rows))
         return torch.cat([part[:num] for part, num in zip(parts, rows, strict=True)])
-
-    def _prepare_stream(
-        self, original: Callable[..., Any], data_loader: Any, size: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Prepares a stream, which accelerate reads on rank 0 or on each rank and splits into equal parts."""
-        if size % self._world_size:
-            raise SetupError(
-                f"batch_size={size}: accelerate shares the batches of {type(data_loader.dataset).__name__} in equal "
-                f"parts, and there are {self._world_size} ranks.",
-                hint=f"Set a multiple of {self._world_size}, or another num_gpus. {_SCALE}",
-            )
-        with instance_attribute(self.state, "told", self._world_size):
-            return original(data_loader, *args, **kwargs)
 
     def _rows(self) -> list[int] | None:
         """Returns the rows of each rank in the current batch; None if the loop reads no loader of this class."""

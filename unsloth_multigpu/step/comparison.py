@@ -74,7 +74,7 @@ class Comparison:
 
     Args:
         num_compared: Micro-batches of one process that were compared, of `num_references`.
-        difference: Difference of the gradients; None if they were not compared.
+        difference: Difference of the gradients; not a number if they were not compared.
         bound: Largest relative difference due to rounding in this precision.
         rounding: Relative difference of one process from itself if the last bits of the weights change; nan = not
             measured, since the difference is within the bound, or far above it.
@@ -90,7 +90,7 @@ class Comparison:
     num_ranks: int
     num_compared: int
     num_references: int
-    difference: Difference | None = None
+    difference: Difference = Difference(math.nan, math.nan, math.nan)
     bound: float = math.nan
     rounding: float = math.nan
     one_s: float = math.nan
@@ -102,9 +102,8 @@ class Comparison:
     @property
     def is_exact(self) -> bool:
         """True if the gradients are equal up to rounding."""
-        if self.difference is None or self.unproven:
-            return False
-        return self.difference.is_within(self.bound) or self.difference.off <= _OF_LAST_BITS * self.rounding
+        is_rounding = self.difference.off <= _OF_LAST_BITS * self.rounding
+        return not self.unproven and (is_rounding or self.difference.is_within(self.bound))
 
     @property
     def _what(self) -> str:
@@ -116,7 +115,7 @@ class Comparison:
 
     def in_short(self) -> str:
         """Returns a short form: "first step: equal, 1.90 times as fast", "first step: differs by 3.1e-02"."""
-        if self.unproven or self.difference is None:
+        if self.unproven:
             return f"{self._what}: not compared"
         times = f", {speed_in_words(self.one_s, self.dealt_s)}" if self._is_timed else ""
         return f"{self._what}: {'equal' if self.is_exact else f'differs by {self.difference.off:.1e}'}{times}"
@@ -125,7 +124,7 @@ class Comparison:
         what = self._what
         if self.num_compared < self.num_references:
             what += f", {self.num_compared} of {self.num_references} micro-batches"
-        if self.unproven or self.difference is None:
+        if self.unproven:
             return f"{what}: not compared with one process: {self.unproven}"
         seconds = ""
         if self._is_timed:
@@ -141,10 +140,9 @@ class Comparison:
 
     def values(self) -> dict[str, Any]:
         """Returns JSON values for files and reports; None for numbers that are not finite."""
-        found = self.difference
         numbers = {
-            "difference": math.nan if found is None else found.off,
-            "gradient_norm": math.nan if found is None else found.norm,
+            "difference": self.difference.off,
+            "gradient_norm": self.difference.norm,
             "one_process_s": self.one_s,
             "dealt_s": self.dealt_s,
             "bound": self.bound,
@@ -224,6 +222,16 @@ def sketch_of(tensor: torch.Tensor) -> list[float]:
 def names_of(model: nn.Module) -> list[str]:
     """Returns the names of the parameters in a sketch, in its order."""
     return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def difference_of_means(
+    ones: Sequence[Sequence[float]], others: Sequence[Sequence[float]], names: Sequence[str]
+) -> Difference:
+    """Compares the mean of the ranks' gradients with the mean of others, by the ranks' sketches."""
+    # Values that are not finite have no mean.
+    if all(math.isfinite(value) for row in (*ones, *others) for value in row):
+        ones, others = [mean_of(ones)], [mean_of(others)]
+    return difference(ones, others, names)
 
 
 def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:

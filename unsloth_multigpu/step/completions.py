@@ -24,23 +24,16 @@ from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import instance_attribute, unsteered
-from unsloth_multigpu.step.comparison import Difference, difference, mean_of, names_of, rounding_bound
+from unsloth_multigpu.step.comparison import Difference, difference, difference_of_means, names_of, rounding_bound
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.snapshot import ERRORS, LonePass, Still, kept_training_state
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)
 
-# What the inputs of a micro-batch hold: padded on the left, padded on the right or one number a completion, that alone.
-_PROMPT = ("prompt_ids", "prompt_mask")
-_COMPLETION = (
-    *("completion_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps"),
-    *("sampling_per_token_logps", "importance_sampling_ratio", "tool_mask"),
-)
-_ROW = ("advantages", "old_logps")
-_NEEDED = (*_PROMPT, *_COMPLETION[:2], _ROW[0])
-# One number of the generation, equal on all ranks.
-_OF_ALL = "num_items_in_batch"
+_NEEDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+# Inputs that are padded on the left begin with it. Others with columns are those of completions, padded on the right.
+_PROMPT = "prompt_"
 # Unsloth's note of the columns of padding before the shortest prompt: log-probabilities that it keeps have them, too.
 _LEFT_PAD = "max_left_pad"
 # Micro-batches of a step that are compared on each rank.
@@ -208,10 +201,9 @@ class CompletionDeal(Part):
         finally:
             self._lone.end()
         ones, others = zip(*self._manager.gather_json([mine, theirs]), strict=True)
-        # Sharded gradients are means over ranks already. Values that are not finite have no mean.
-        if not has_shards(self._trainer.model) and all(math.isfinite(v) for row in (*ones, *others) for v in row):
-            ones, others = (mean_of(ones),), (mean_of(others),)
-        return difference(ones, others, names_of(self._trainer.model))
+        # Sharded gradients are means over ranks already.
+        compare = difference if has_shards(self._trainer.model) else difference_of_means
+        return compare(ones, others, names_of(self._trainer.model))
 
     def _gradient(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[float]:
         """Returns a sketch of this rank's gradient."""
@@ -229,21 +221,23 @@ class CompletionDeal(Part):
     def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:
         """Gathers the completions of all ranks; None if micro-batches have unknown inputs. Collective."""
         what, first = unknown_inputs(buffered), buffered[0]
-        padded = [] if what else [name for name in (*_PROMPT, *_COMPLETION) if first.get(name) is not None]
+        names = (
+            [] if what else sorted(name for name, value in first.items() if _is_of_rows(value) and name != _LEFT_PAD)
+        )
         # All ranks must decide alike and send tensors of one shape.
-        ranks = self._manager.gather_json([what, {name: first[name].shape[1] for name in padded}])
+        ranks = self._manager.gather_json([what, {name: first[name].shape[1:].numel() for name in names}])
         if unknown := [theirs for theirs, _ in ranks if theirs]:
             self._keep_order(f"{unknown[0]} is not known here")
             return None
-        most = {name: max(widths[name] for _, widths in ranks) for name in padded}
         processor, rows = self._trainer.processing_class, {}
         pad_id = int(getattr(processor, "tokenizer", processor).pad_token_id)
-        for name in sorted(n for n, value in first.items() if value is not None and n not in (_OF_ALL, _LEFT_PAD)):
+        for name in names:
             mine = torch.cat([micro_batch[name] for micro_batch in buffered])
-            if name in most:
-                missing = most[name] - mine.shape[1]
+            if mine.dim() > 1:
+                missing = max(widths[name] for _, widths in ranks) - mine.shape[1]
                 filling = pad_id if name.endswith("_ids") else 0
-                mine = nn.functional.pad(mine, (missing, 0) if name in _PROMPT else (0, missing), value=filling)
+                sides = (missing, 0) if name.startswith(_PROMPT) else (0, missing)
+                mine = nn.functional.pad(mine, sides, value=filling)
             rows[name] = self._trainer.accelerator.gather(mine.contiguous())
         columns = sum(widths["prompt_ids"] + widths["completion_ids"] for _, widths in ranks)
         num_tokens = len(buffered) * len(first["advantages"]) * columns
@@ -268,7 +262,7 @@ class CompletionDeal(Part):
                 continue
             given = generation.in_order[0]
             micro_batch = _taken(rows, mine, prompt, completion)
-            micro_batch |= {n: v for n, v in given.items() if v is None or n == _OF_ALL}
+            micro_batch |= {name: value for name, value in given.items() if not _is_of_rows(value)}
             if _LEFT_PAD in given:
                 micro_batch[_LEFT_PAD] = torch.full((batch, 1), prompt - min(lengths[k][0] for k in mine))
             micro_batches.append(micro_batch)
@@ -319,24 +313,21 @@ def unknown_inputs(buffered: Sequence[Mapping[str, Any]]) -> str:
     for micro_batch in buffered:
         if missing := [name for name in _NEEDED if micro_batch.get(name) is None]:
             return f"a micro-batch without '{missing[0]}'"
-        batch = len(micro_batch["advantages"])
-        prompt, completion = (micro_batch[name].shape for name in ("prompt_ids", "completion_ids"))
-        shapes: dict[str, tuple[torch.Size, ...]] = dict.fromkeys(_PROMPT, (prompt,))
-        shapes |= dict.fromkeys(_ROW, (torch.Size([batch]),))
-        # One number a completion, too: the ratio of sampling of all its tokens.
-        shapes |= dict.fromkeys(_COMPLETION, (completion, torch.Size([batch, 1])))
-        shapes |= {_OF_ALL: (torch.Size([]),), _LEFT_PAD: (torch.Size([batch, 1]),)}
-        has_old = any(micro_batch.get(name) is not None for name in _COMPLETION[2:])
+        batch, width = micro_batch["completion_ids"].shape
         for name, value in micro_batch.items():
-            if value is None:
-                continue
-            if name not in shapes or not isinstance(value, torch.Tensor):
+            columns = micro_batch["prompt_ids"].shape[1:] if name.startswith(_PROMPT) else (1, width)
+            is_of_row = isinstance(value, torch.Tensor) and value.dim() < 3 and len(value) == batch
+            if _is_of_rows(value) and not (is_of_row and (value.dim() == 1 or value.shape[1] in columns)):
                 return f"'{name}'"
-            if value.shape not in shapes[name]:
-                return f"the shape of '{name}'"
-            if name == _LEFT_PAD and has_old:
-                return "the layout of Unsloth's log-probabilities"
+        others = [value for name, value in micro_batch.items() if name not in (*_NEEDED, _LEFT_PAD)]
+        if _LEFT_PAD in micro_batch and any(_is_of_rows(value) for value in others):
+            return "the layout of Unsloth's log-probabilities"
     return ""
+
+
+def _is_of_rows(value: Any) -> bool:
+    """False for what a generation has once: nothing, or one number."""
+    return not (value is None or (isinstance(value, torch.Tensor) and value.dim() == 0))
 
 
 def _lengths(rows: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
@@ -351,8 +342,7 @@ def _taken(rows: Mapping[str, torch.Tensor], places: Sequence[int], prompt: int,
     """Returns a micro-batch of these rows, as wide as its longest prompt and its longest completion."""
     taken = {name: value[torch.tensor(places, device=value.device)] for name, value in rows.items()}
     for name, value in taken.items():
-        if name in _PROMPT:
-            taken[name] = value[:, max(0, value.shape[1] - prompt) :]
-        elif name in _COMPLETION:
-            taken[name] = value[:, :completion]
+        if value.dim() > 1:
+            is_prompt = name.startswith(_PROMPT)
+            taken[name] = value[:, max(0, value.shape[1] - prompt) :] if is_prompt else value[:, :completion]
     return taken

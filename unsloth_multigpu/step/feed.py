@@ -255,7 +255,7 @@ class StepFeed(Part):
         if getattr(loader.batch_sampler, "batch_size", None) == trainer.args.per_device_train_batch_size:
             # SetFit's trainer changes the argument after the Trainer has read it.
             self.batch_size = trainer.args.per_device_train_batch_size
-        passes.reduction = find_reduction(trainer, passes.compute_loss, self._manager.config.loss_reduction)
+        passes.reduction = find_reduction(trainer, self._manager.config.loss_reduction)
         # The ranks must decide alike.
         self._manager.check_same({"loss reduction": str(passes.reduction)})
         passes.is_whole = self._keeps_whole()
@@ -267,7 +267,7 @@ class StepFeed(Part):
         sizes = [self.batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size, shape.num_sharing)
         if passes.sequence is not None:
-            passes.sequence.check_loss(trainer, passes.compute_loss, passes.reduction)
+            passes.sequence.check_loss(trainer, passes.reduction)
         dealt = ""
         if self._is_shared:
             reduction = passes.reduction
@@ -306,7 +306,7 @@ class StepFeed(Part):
             return True
         if self.passes.reduction.kind == GATHERED:
             return False
-        name, ways = name_of(self._trainer, self.passes.compute_loss), whole_ways(world_size)
+        name, ways = name_of(self._trainer), whole_ways(world_size)
         if self.passes.reduction.kind == WHOLE:
             raise SetupError(
                 f"loss_reduction='whole' keeps micro-batches whole, and a step has {self.num_accumulated} for "

@@ -47,20 +47,22 @@ class LossReduction:
     Args:
         kind: A value of `loss_reduction`, or "gathered"; "auto" = unknown, so the first step measures it.
         mean_over: What the weight of a part is, see `possible_means`.
-        rows_are_independent: A mean over rows in which rows do not influence each other, so that micro-batches may
-            exchange rows.
         class_weights: Class weights, for a mean that is weighted by them.
     """
 
     kind: str
     mean_over: str = ROWS
-    rows_are_independent: bool = False
     class_weights: tuple[float, ...] = ()
 
     @property
     def is_token_normalised(self) -> bool:
         """The loss is a sum divided by the step's `num_items_in_batch`, so any rank may compute any sample."""
         return self.kind == TOKEN_SUM
+
+    @property
+    def rows_are_independent(self) -> bool:
+        """The loss is a mean over rows that do not influence each other, so that micro-batches may exchange rows."""
+        return self.kind == ROW_MEAN
 
     @property
     def is_counted(self) -> bool:
@@ -81,44 +83,41 @@ class LossReduction:
         return found
 
 
-def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked: str = AUTO) -> LossReduction:
+def find_reduction(trainer: TrainerLike, asked: str = AUTO) -> LossReduction:
     """Returns the loss reduction of a trainer, by its class or by the option; kind "auto" if both leave it open.
 
-    Nothing is computed. A wrong result shows in the comparison of the first step with one process. `compute_loss` is
-    the trainer's bound method, without this package's override.
+    Nothing is computed. A wrong result shows in the comparison of the first step with one process.
 
     Raises:
         ConfigError: `loss_reduction="token_sum"` and the Trainer counts no tokens.
     """
     if asked == TOKEN_SUM and not _takes_count(trainer):
         raise ConfigError(
-            f"loss_reduction='token_sum', but {name_of(trainer, compute_loss)} gets no num_items_in_batch from the "
-            "Trainer.",
+            f"loss_reduction='token_sum', but {name_of(trainer)} gets no num_items_in_batch from the Trainer.",
             hint="Leave loss_reduction out, or set it to 'row_mean' or 'token_mean'.",
         )
     if asked != AUTO:
-        return LossReduction(asked, _MEAN_OVER[asked], rows_are_independent=asked == ROW_MEAN)
+        return LossReduction(asked, _MEAN_OVER[asked])
     if gathering_losses(trainer):
         return LossReduction(GATHERED)
-    if is_of_script(trainer, compute_loss) or has_own_step(trainer):
+    if _has_own_loss(trainer) or has_own_step(trainer):
         return LossReduction(AUTO)
-    name = author_of(trainer, compute_loss)
+    name = _owner_of(trainer, "compute_loss").__name__.removeprefix("_Unsloth")
     if trainer.label_smoother is None and not has_router_loss(trainer):
         if name in ("SFTTrainer", "Trainer") and _sums_tokens(trainer, name):
             return LossReduction(TOKEN_SUM, SUM)
         if name == "Trainer" and class_of(base_model(trainer.model)).__name__.endswith("ForSequenceClassification"):
             # The mean over labels: a row without a label has weight 0.
-            return LossReduction(ROW_MEAN, TOKENS, rows_are_independent=not _has_unlabelled(trainer.train_dataset))
+            return LossReduction(TOKEN_MEAN if _has_unlabelled(trainer.train_dataset) else ROW_MEAN, TOKENS)
         if name == "DPOTrainer" and _loss_types(trainer) <= _PAIRWISE_LOSSES:
-            return LossReduction(ROW_MEAN, rows_are_independent=True)
+            return LossReduction(ROW_MEAN)
     return LossReduction(AUTO)
 
 
 def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
     """Names the parts of a step that the script defines."""
-    loss = unsteered(trainer.compute_loss)
     found = [f"{type(trainer).__name__}.training_step"] if has_own_step(trainer) else []
-    found += [name_of(trainer, loss)] if is_of_script(trainer, loss) else []
+    found += [name_of(trainer)] if _has_own_loss(trainer) else []
     for what, part in (("collator", loader.dataset.collate), ("data set", loader.one_process.dataset)):
         named = part if hasattr(part, "__qualname__") else type(part)
         if not is_library(getattr(named, "__module__", None) or "builtins"):
@@ -138,20 +137,11 @@ def hooked(model: nn.Module) -> Iterator[str]:
                 yield name
 
 
-def author_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
-    """Returns the class of transformers, TRL or Unsloth that defines the loss; "" if the script does."""
-    owner = _owner_of(trainer, "compute_loss")
-    is_method = _is_own(trainer, compute_loss)
-    # Some TRL trainers have a text here instead of a function.
-    if not is_method or callable(trainer.compute_loss_func) or not owner.__module__.startswith(_KNOWN_AUTHORS):
-        return ""
-    return owner.__name__.removeprefix("_Unsloth")
-
-
-def is_of_script(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> bool:
-    """True if the script defines the loss or the model that computes it, which may read the number of ranks."""
-    model = class_of(base_model(trainer.model))
-    return not author_of(trainer, compute_loss) or not model.__module__.startswith(_STOCK_MODELS)
+def _has_own_loss(trainer: TrainerLike) -> bool:
+    """True if the script defines the loss or the model that computes it."""
+    # Some TRL trainers have a text instead of a function.
+    is_own = callable(trainer.compute_loss_func) or not _is_of_library(trainer, "compute_loss")
+    return is_own or not class_of(base_model(trainer.model)).__module__.startswith(_STOCK_MODELS)
 
 
 def has_own_step(trainer: TrainerLike) -> bool:
@@ -160,18 +150,16 @@ def has_own_step(trainer: TrainerLike) -> bool:
     The script overrides it, in a class or on the object, or a library's class does without `compute_loss`
     (`OnlineDPOTrainer`).
     """
-    is_replaced = not _is_own(trainer, unsteered(trainer.training_step))
-    owner = _owner_of(trainer, "training_step")
-    is_known = owner.__module__.startswith(_KNOWN_AUTHORS) and issubclass(_owner_of(trainer, "compute_loss"), owner)
-    return is_replaced or not is_known
+    step_of, loss_of = (_owner_of(trainer, name) for name in ("training_step", "compute_loss"))
+    return not (_is_of_library(trainer, "training_step") and issubclass(loss_of, step_of))
 
 
-def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
+def name_of(trainer: TrainerLike) -> str:
     """Returns the name of the loss for messages."""
-    if callable(trainer.compute_loss_func):
-        return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
-    if not _is_own(trainer, compute_loss):
-        return f"compute_loss={getattr(compute_loss, '__qualname__', compute_loss)}"
+    functions = {"compute_loss_func": trainer.compute_loss_func, "compute_loss": vars(trainer).get("compute_loss")}
+    for name, function in functions.items():
+        if callable(own := unsteered(function)) and getattr(own, "__self__", None) is not trainer:
+            return f"{name}={getattr(own, '__qualname__', own)}"
     if isinstance(loss := getattr(trainer, "loss", None), nn.Module):  # sentence-transformers
         return f"the loss {type(loss).__name__}"
     owner = _owner_of(trainer, "compute_loss")
@@ -180,8 +168,10 @@ def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
     return f"{owner.__name__}.compute_loss"
 
 
-def _is_own(trainer: TrainerLike, method: Any) -> bool:
-    return getattr(method, "__self__", None) is trainer
+def _is_of_library(trainer: TrainerLike, method: str) -> bool:
+    """True if a class of transformers, TRL or Unsloth defines a method, and the script has not replaced it."""
+    is_replaced = getattr(unsteered(getattr(trainer, method)), "__self__", None) is not trainer
+    return not is_replaced and _owner_of(trainer, method).__module__.startswith(_KNOWN_AUTHORS)
 
 
 def _owner_of(trainer: TrainerLike, method: str) -> type:

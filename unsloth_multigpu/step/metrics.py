@@ -35,8 +35,8 @@ class Metrics(Part):
     """Makes the numbers that reach `Trainer.log` those of one process.
 
     Each rank records what its micro-batches add to the trainer's metrics, and the loss of each step. The ranks exchange
-    the records before a log line, an evaluation, a checkpoint, and at the end of an epoch. Each then has the mean over
-    the micro-batches of one process, which TRL logs and clears as usual. Fillers have weight 0.
+    the records before a log line, an evaluation, a checkpoint, and at the end of an epoch. Each then has as many values
+    as one process, which TRL averages, logs and clears as usual. Fillers have weight 0.
 
     A micro-batch computed by one rank keeps its value. For shared micro-batches, the values of the parts are averaged,
     weighted by rows, or by tokens for means over tokens; the minimum and maximum reward are those of all parts. Other
@@ -59,8 +59,6 @@ class Metrics(Part):
         # (metric, step, whether ranks share the micro-batch) -> for each micro-batch of this rank: value, weight, and
         # the number of micro-batches of one process it stands for. A step below 0: ranks share the samples.
         self._noted: dict[tuple[str, int, bool], list[tuple[float, float, float]]] = defaultdict(list)
-        # Metric -> sum and number of exchanged values that are not logged yet.
-        self._merged: dict[str, tuple[float, float]] = {}
         self._loss_sum = 0.0
         self._last_logged = -1
         self._num_tokens = 0
@@ -182,26 +180,17 @@ class Metrics(Part):
                 self._loss_sum += loss / len(ranks)
 
     def _write(self, found: Mapping[tuple[str, int, bool], Sequence[tuple[float, float, float]]]) -> None:
-        """Writes into each metric's list the mean over the values that one process would have added."""
-        there = {name for name, _, _ in collected(self._trainer, "train")}
-        # Metrics that were logged meanwhile are gone.
-        merged = {name: total for name, total in self._merged.items() if name in there}
+        """Adds to each metric's list as many values as one process would have added: their mean in each step."""
         for (name, _, is_shared), rows in found.items():
             value = sum(v * weight for v, weight, _ in rows) / sum(weight for _, weight, _ in rows)
-            num_references = sum(n for _, _, n in rows)
-            if is_shared:
-                if _metric(name) in _EXTREMES:
-                    value = _EXTREMES[_metric(name)](v for v, _, _ in rows)
-                # A part may add no value, for example without chosen answers.
-                num_references = max(1, round(num_references))
-            before = merged.get(name, (0.0, 0.0))
-            merged[name] = (before[0] + num_references * value, before[1] + num_references)
-        for name, (total, count) in merged.items():
-            getattr(self._trainer, name.partition("/")[0])["train"][_metric(name)] = [total / count]
+            if is_shared and _metric(name) in _EXTREMES:
+                value = _EXTREMES[_metric(name)](v for v, _, _ in rows)
+            store = getattr(self._trainer, name.partition("/")[0])["train"]
+            # A part may add no value, for example without chosen answers.
+            store.setdefault(_metric(name), []).extend([value] * max(1, round(sum(n for _, _, n in rows))))
         for name, values, _ in collected(self._trainer, "train"):
             if _metric(name) == _TOKENS_METRIC and hasattr(self._trainer, _TOKENS):
                 values[:] = [self._num_tokens]
-        self._merged = merged
 
 
 def collected(trainer: TrainerLike, kind: str) -> list[tuple[str, list[Any], dict[str, list[Any]]]]:

@@ -31,13 +31,8 @@ def explain(error: BaseException, *, rank: int, device: torch.device, place: str
     original = str(error)
     if original.startswith(f"rank {rank} ran out of memory"):
         return
-    before = error.args
     # The supervisor shows the first line.
     error.args = (f"{facts}: {original or type(error).__name__}\nHint: {hint}",)
-    if facts not in str(error):  # NumPy's class builds its own text.
-        error.args = before
-        if hasattr(error, "add_note"):
-            error.add_note(f"{facts}\nHint: {hint}")
 
 
 def num_refused(device: torch.device) -> int:

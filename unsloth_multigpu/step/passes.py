@@ -25,7 +25,6 @@ from unsloth_multigpu.step.loss import (
     gathering,
     gathering_losses,
     has_own_step,
-    is_of_script,
 )
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -46,7 +45,6 @@ class StepPasses:
         is_lockstep: Ranks synchronize in every micro-batch, as sharded models do.
         current: The micro-batch that is being computed.
         in_loss: A training loss is being computed.
-        compute_loss: The trainer's own `compute_loss`.
         sequence: Splits samples over ranks (`sequence_parallel`); None without it.
         num_samples, num_micro_batches: Computed so far.
     """
@@ -65,7 +63,6 @@ class StepPasses:
         # The script's own step has called `loss.backward()`, so the loss of the last micro-batch was not weighted.
         self._is_own_backward = False
         self.current: MicroBatch | None = None
-        self.compute_loss: Any = None
         self.sequence: SharedSequence | None = None
         self._count: Callable[..., Any] | None = None
         self.num_samples = self.num_micro_batches = 0
@@ -73,7 +70,6 @@ class StepPasses:
     @contextmanager
     def around(self) -> Iterator[None]:
         """Surrounds a training."""
-        self.compute_loss = self._trainer.compute_loss
         # Otherwise each rank would divide by its own tokens.
         self._trainer.args.average_tokens_across_devices = not self.is_alone
         with ExitStack() as stack:
@@ -247,8 +243,7 @@ class StepPasses:
             if self._manager.identity.world_size > 1:
                 # The Trainer would multiply some losses by the number of ranks. `_factor` does it for all.
                 stack.enter_context(instance_attribute(self._trainer.args, "average_tokens_across_devices", False))
-            if is_of_script(self._trainer, self.compute_loss):  # It may read the number of ranks.
-                stack.enter_context(counted_as_one_process(self._trainer))
+            stack.enter_context(counted_as_one_process(self._trainer))
             if self.sequence is not None and self.sequence.is_on:
                 inputs = stack.enter_context(self.sequence.part_of(inputs))
             result = original(model, inputs, *args, **kwargs)

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,8 @@ from unsloth_multigpu.step.comparison import (
     Comparison,
     Difference,
     difference,
+    difference_of_means,
     last_bits_changed,
-    mean_of,
     names_of,
     rounding_bound,
     sketch,
@@ -52,7 +52,6 @@ from unsloth_multigpu.step.loss import (
 from unsloth_multigpu.step.passes import on_device
 from unsloth_multigpu.step.snapshot import (
     ERRORS,
-    TIMED_AGAIN_S,
     KeptObjects,
     LonePass,
     Still,
@@ -72,6 +71,8 @@ logger = get_logger(__name__)
 _OF_DDP = re.compile(r"mark a variable ready only once|to have finished reduction")
 # Limit for `check_first_step="auto"`, in seconds, estimated from the first micro-batch.
 _MOST_S = 60.0
+# If both passes of a comparison take less time than this, they are timed again: kernels compile in the first one.
+_TIMED_AGAIN_S = 20.0
 # If the loss reduction was found by measurement, each of the first steps is compared.
 _EARLY_STEPS = 16
 # After a difference, one that is larger by this factor is reported as well.
@@ -98,12 +99,8 @@ class StepProof:
         self._is_over = False
         # Time spent in comparisons, on the slowest rank.
         self._seconds = 0.0
-        # Random draws and counters that were reported already.
-        self._told: set[str] = set()
         # The largest difference that was reported.
         self._told_off = 0.0
-        # The script's counters after the latest pass of the ranks.
-        self._numbers: dict[str, float] = {}
         self._lone = LonePass(trainer, beat)
         self.first: Comparison | None = None
         self.last: Comparison | None = None
@@ -135,7 +132,7 @@ class StepProof:
         if step.left_over is not None or not step.sizes:
             return  # This step ends one pass of a stream and begins the next. The next step is compared.
         self.last = found = self._compared(model, step, is_first=is_first)
-        if found.difference is not None and math.isnan(found.difference.off) and self._num_steps < _EARLY_STEPS:
+        if math.isnan(found.difference.off) and not self._is_over and self._num_steps < _EARLY_STEPS:
             return  # Not finite in either pass, as while a gradient scaler looks for its scale.
         if is_first:
             self.first = found
@@ -162,7 +159,6 @@ class StepProof:
         finally:
             self._lone.end()
         self._seconds += max(self._manager.gather_json(time.monotonic() - begin_s))
-        assert found.difference is not None
         if math.isnan(found.difference.off):
             return replace(found, unproven="its gradient is not finite, in one process as well")
         return found
@@ -178,15 +174,16 @@ class StepProof:
             with self._feed.passes.accumulation_of_script():
                 rows = StepRows(loader.dataset, step, self._seed, kept.restore)
             # The time of one micro-batch decides how many are compared; it is the same number on all ranks.
-            seconds = self._tried(model, rows, 1)[2]
-            num_compared = _affordable(base.num_references, base.num_ranks, seconds)
+            each_s = max(self._tried(model, rows, 1).seconds, 1e-6) * (1 + 1 / base.num_ranks)
+            num_compared = min(base.num_references, max(base.num_ranks, int(_MOST_S / each_s)))
             rows = rows.part(num_compared, loader.steps.shape)
-            one, still, one_s = self._tried(model, rows, num_compared)
-            off, dealt_s = self._as_dealt(model, rows, one, still)
-            if is_first and one_s + dealt_s < TIMED_AGAIN_S:
-                one_s = self._tried(model, rows, num_compared)[2]
-                dealt_s = self._dealt_once(model, rows, one)[1]
-            is_random = any(gather(still.has_drawn))
+            one = self._tried(model, rows, num_compared)
+            off, dealt = self._as_dealt(model, rows, one)
+            one_s, dealt_s = one.seconds, dealt.seconds
+            if is_first and one_s + dealt_s < _TIMED_AGAIN_S:
+                one_s = self._tried(model, rows, num_compared).seconds
+                dealt_s = self._dealt_once(model, rows, one)[1].seconds
+            is_random = any(gather(one.has_drawn))
             if is_random:
                 again = self._again(model, rows, one, self._seed + 1)
                 is_random = any(gather(not self._is_within(again)))
@@ -198,18 +195,12 @@ class StepProof:
             why = "it draws random numbers beyond dropout, so that one process would not compute it twice alike either"
             raise NotPossibleError(why)
         base = replace(base, num_compared=num_compared, bound=rounding_bound(self._trainer), difference=off)
-        draws, counts = self._notes(still, rows, is_random=is_random)
-        return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws, counts=counts)
-
-    def _notes(self, one: Still, rows: StepRows, *, is_random: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns what draws random numbers, and the script's counters that differ, on any rank. Collective."""
         drawing = {"dropout": one.has_dropped, "the collator": rows.is_drawn, "the data set": rows.are_rows_drawn}
         drawing["the model or its loss"] = is_random
-        both = one.numbers.keys() & self._numbers.keys()
-        counts = [name for name in both if not math.isclose(one.numbers[name], self._numbers[name], rel_tol=1e-3)]
-        ranks = self._manager.gather_json([[name for name, is_drawn in drawing.items() if is_drawn], counts])
-        draws = tuple(name for name in drawing if any(name in theirs for theirs, _ in ranks))
-        return draws, tuple(sorted({name for _, theirs in ranks for name in theirs}))
+        draws = tuple(name for name, is_drawn in drawing.items() if is_drawn)
+        both = one.numbers.keys() & dealt.numbers.keys()
+        counts = [name for name in both if not math.isclose(one.numbers[name], dealt.numbers[name], rel_tol=1e-3)]
+        return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws, counts=tuple(sorted(counts)))
 
     def _is_within(self, found: Difference) -> bool:
         return found.is_within(rounding_bound(self._trainer))
@@ -226,18 +217,15 @@ class StepProof:
             yield still
             still.numbers = numbers_of(self._trainer)
 
-    def _tried(self, model: nn.Module, rows: StepRows, num_references: int) -> tuple[list[float], Still, float]:
-        """Computes the first micro-batches as one process does. Collective.
+    def _tried(self, model: nn.Module, rows: StepRows, num_references: int) -> Still:
+        """Computes the first micro-batches as one process does; raises NotPossibleError if a rank cannot. Collective.
 
-        Returns:
-            A sketch of the gradient; what was observed in the losses; the seconds on rank 0, whose device one process
-            would use. Raises NotPossibleError if a rank cannot compute them.
+        The seconds are those of rank 0, whose device one process would use.
         """
-        why, still, seconds = "", Still(), 0.0
-        gradient: list[float] = []
+        why, found = "", Still()
         try:
             rows.as_dealt()
-            gradient, still, seconds = self._as_one(model, rows.part(num_references, None), self._seed)
+            found = self._as_one(model, rows.part(num_references, None), self._seed)
         except NotPossibleError as error:
             why = str(error)
         except (*ERRORS, MemoryError, OSError, RuntimeError) as error:
@@ -255,14 +243,15 @@ class StepProof:
             why = f"it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
             if is_out_of_memory(error):
                 why = "the script's own micro-batch does not fit on one device"
-        ranks = self._manager.gather_json([why, seconds])
+        ranks = self._manager.gather_json([why, found.seconds])
         for why, _ in ranks:
             if why:
                 raise NotPossibleError(why)
-        return gradient, still, ranks[0][1]
+        found.seconds = ranks[0][1]
+        return found
 
-    def _as_one(self, model: nn.Module, rows: StepRows, seed: int) -> tuple[list[float], Still, float]:
-        """Computes the step as one process does, without any of our overrides. Returns what `_tried` returns."""
+    def _as_one(self, model: nn.Module, rows: StepRows, seed: int) -> Still:
+        """Computes the step as one process does, without any of our overrides."""
         trainer, device = self._trainer, self._trainer.args.device
         training_step = unsteered(trainer.training_step)
         with self._pass() as still, self._alone():
@@ -277,12 +266,13 @@ class StepProof:
                 training_step(bare, batches[i], num_items)
                 still.has_drawn |= read_random_state(device.type) != random_state
 
-            found, seconds = self._lone.gradient(model, len(batches), compute)
-            return found, still, seconds
+            still.gradient, still.seconds = self._lone.gradient(model, len(batches), compute)
+        return still
 
-    def _again(self, model: nn.Module, rows: StepRows, one: Sequence[float], seed: int) -> Difference:
+    def _again(self, model: nn.Module, rows: StepRows, one: Still, seed: int) -> Difference:
         """Computes the step as one process does once more, and compares its gradient with `one`."""
-        return difference([one], [self._as_one(model, rows, seed)[0]], names_of(self._trainer.model))
+        again = self._as_one(model, rows, seed)
+        return difference([one.gradient], [again.gradient], names_of(self._trainer.model))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -298,23 +288,21 @@ class StepProof:
             stack.enter_context(instance_attribute(self, "is_alone", True))
             yield
 
-    def _as_dealt(
-        self, model: nn.Module, rows: StepRows, one: Sequence[float], still: Still
-    ) -> tuple[Difference, float]:
+    def _as_dealt(self, model: nn.Module, rows: StepRows, one: Still) -> tuple[Difference, Still]:
         """Computes the step on all ranks, with the first loss reduction that fits one process. Collective."""
-        feed, before = self._feed, self._feed.passes.reduction
-        found: list[tuple[Difference, float, LossReduction]] = []
-        for reduction in self._reductions(rows, still):
-            feed.passes.reduction = reduction
+        passes, before = self._feed.passes, self._feed.passes.reduction
+        found: list[tuple[Difference, Still, LossReduction]] = []
+        for reduction in self._reductions(rows, one):
+            passes.reduction = reduction
             found.append((*self._dealt_once(model, rows, one), reduction))
             if self._is_within(found[-1][0]):
                 return found[-1][0], found[-1][1]
-        off, seconds, nearest = min(found, key=lambda each: each[0].off)
+        off, dealt, nearest = min(found, key=lambda each: each[0].off)
         # A declared reduction stays. Otherwise the nearest is used.
-        feed.passes.reduction = nearest if before.kind == AUTO else before
-        return off, seconds
+        passes.reduction = nearest if before.kind == AUTO else before
+        return off, dealt
 
-    def _reductions(self, rows: StepRows, still: Still) -> list[LossReduction]:
+    def _reductions(self, rows: StepRows, one: Still) -> list[LossReduction]:
         """Returns the loss reductions to try, the current one first. The same on all ranks."""
         known, asked = self._feed.passes.reduction, self._manager.config.loss_reduction
         # After a difference was reported the reduction stays.
@@ -324,8 +312,8 @@ class StepProof:
             return [known]
         whole = rows.as_one_process()
         parts = [m.inputs for m in rows.as_dealt().micro_batches if not m.piece.is_filler]
-        mine = shared_means([*whole, *parts], still.class_weights, asked)
-        ranks = self._manager.gather_json([mine, still.class_weights])
+        mine = shared_means([*whole, *parts], one.class_weights, asked)
+        ranks = self._manager.gather_json([mine, one.class_weights])
         weights = tuple(ranks[0][1])
         names = [name for name in ranks[0][0] if all(name in others for others, _ in ranks)]
         found = [replace(known, mean_over=name, class_weights=weights) for name in names]
@@ -333,8 +321,8 @@ class StepProof:
             return found
         return [known, *(each for each in found if each.mean_over != known.mean_over)]
 
-    def _dealt_once(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> tuple[Difference, float]:
-        """Computes the step once on all ranks; returns the difference from `one`, and the slowest rank's seconds."""
+    def _dealt_once(self, model: nn.Module, rows: StepRows, one: Still) -> tuple[Difference, Still]:
+        """Computes the step once on all ranks, and compares it with `one`. The seconds are those of the slowest."""
         manager, trainer = self._manager, self._trainer
         is_exchanged = isinstance(manager.config.strategy, DDP) and manager.identity.world_size > 1
         with self._pass() as still:
@@ -359,18 +347,17 @@ class StepProof:
                         "the model return a tensor, a tuple, a dict or a dataclass.",
                     ) from error
                 raise
-            seconds = Lap(begin, moment(trainer.args.device)).seconds()
-            mine = sketch(trainer.model)
-        self._numbers = still.numbers
-        ones, dealt, times = zip(*manager.gather_json([one, mine, seconds]), strict=True)
-        seconds = max(times)
+            still.seconds = Lap(begin, moment(trainer.args.device)).seconds()
+            still.gradient = sketch(trainer.model)
+        ones, dealt, times = zip(*manager.gather_json([one.gradient, still.gradient, still.seconds]), strict=True)
+        still.seconds = max(times)
         names = names_of(trainer.model)
         if has_shards(trainer.model):
-            return difference(ones, dealt, names), seconds
+            return difference(ones, dealt, names), still
         if not is_exchanged and manager.identity.world_size > 1:
-            return difference([mean_of(ones[:1])], [mean_of(dealt)], names), seconds
+            return difference_of_means(ones, dealt, names), still
         each = [difference([mine], [theirs], names) for mine, theirs in zip(ones, dealt, strict=True)]
-        return max(each, key=lambda found: found.off), seconds
+        return max(each, key=lambda found: found.off), still
 
     @contextmanager
     def _seeded(self, micro_batch: MicroBatch, _: Step) -> Iterator[None]:
@@ -380,10 +367,7 @@ class StepProof:
 
     def _say(self, found: Comparison, *, is_first: bool) -> None:
         if found.is_exact or (found.unproven and not self._is_unknown):
-            told = {*found.draws, *found.counts}
-            is_new = is_first or not self._told.issuperset(told)
-            self._told |= told
-            if is_new and self._manager.identity.rank == 0:
+            if is_first and self._manager.identity.rank == 0:
                 logger.info("%s", found)
             return
         if found.unproven:
@@ -392,7 +376,6 @@ class StepProof:
             self._feed.tell(cause, f"{found}; {cause}.", so, self._ways_out())
             return
         off = found.difference
-        assert off is not None
         worst = f", most in {off.worst}" if off.worst else ""
         norms = f"norm {off.other_norm:.6g} in place of {off.norm:.6g}{worst}"
         what = f"{found} ({norms}): this is not exactly the training of one process."
@@ -434,10 +417,3 @@ def _without_optimizer() -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _affordable(num_references: int, num_ranks: int, seconds: float) -> int:
-    """Returns how many micro-batches may be compared within `_MOST_S`, given the seconds of one."""
-    each = max(seconds, 1e-6) * (1 + 1 / num_ranks)
-    most = max(1, int(_MOST_S / each))
-    return min(num_references, max(most, min(num_ranks, num_references)))

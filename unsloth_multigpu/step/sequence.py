@@ -44,12 +44,12 @@ class SharedSequence:
         self.number = dist.get_rank() // self._size + 1
         self.is_on = False
 
-    def check_loss(self, trainer: TrainerLike, compute_loss: Callable[..., Any], reduction: LossReduction) -> None:
+    def check_loss(self, trainer: TrainerLike, reduction: LossReduction) -> None:
         """Raises SetupError if a loss is not known to be a sum over tokens."""
         if not reduction.is_token_normalised or has_own_step(trainer):
             raise SetupError(
                 "sequence_parallel shares losses that are sums over tokens, and it is not known that "
-                f"{name_of(trainer, compute_loss)} is one.",
+                f"{name_of(trainer)} is one.",
                 hint="Leave sequence_parallel out; or set loss_reduction='token_sum' where it is one, divided by "
                 "num_items_in_batch, and reads labels and logits alone.",
             )

@@ -11,7 +11,7 @@ import random
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.comparison import sketch
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
-# If both passes of a comparison take less time than this, they are timed again: kernels compile in the first one.
-TIMED_AGAIN_S = 20.0
 # Errors of code that computes a micro-batch, which a comparison reports.
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -40,6 +38,12 @@ _DROPOUTS = {
 }
 # The first parameters of all of them.
 _DROPOUT = inspect.signature(lambda input, p=0.5, training=True, inplace=False, **_: None)
+_ATTENTIONS = {
+    functional.scaled_dot_product_attention: inspect.signature(
+        lambda query, key, value, attn_mask=None, dropout_p=0.0, *_, **__: None
+    ),
+    functional.multi_head_attention_forward: inspect.signature(functional.multi_head_attention_forward),
+}
 _CLASS_LOSSES = {functional.cross_entropy, functional.nll_loss}
 _MOST_CLASSES = 10_000
 
@@ -67,13 +71,16 @@ class Still(TorchFunctionMode):
 
     Attributes:
         has_dropped: A dropout was switched off.
-        has_drawn, numbers: Set by the caller: random numbers were drawn nevertheless; see `numbers_of`.
+        has_drawn, numbers, gradient, seconds: Set by the caller: random numbers were drawn nevertheless; see
+            `numbers_of`; a sketch of the gradient; the time of the passes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.has_dropped = self.has_drawn = False
         self.numbers: dict[str, float] = {}
+        self.gradient: list[float] = []
+        self.seconds = 0.0
         self._tables: set[tuple[float, ...]] = set()
 
     @property
@@ -88,13 +95,9 @@ class Still(TorchFunctionMode):
             bound.apply_defaults()
             self.has_dropped |= bool(bound.arguments["p"] and bound.arguments["training"])
             return bound.arguments["input"]
-        if func is functional.scaled_dot_product_attention:
-            self.has_dropped |= bool((args[4:5] or (kwargs.get("dropout_p"),))[0])
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs.update({"dropout_p": 0.0} if "dropout_p" in kwargs else {})
-        elif func is functional.multi_head_attention_forward:
-            bound = inspect.signature(func).bind(*args, **kwargs)
-            self.has_dropped |= bool(bound.arguments["dropout_p"])
+        if (signature := _ATTENTIONS.get(func)) is not None:
+            bound = signature.bind(*args, **kwargs)
+            self.has_dropped |= bool(bound.arguments.get("dropout_p"))
             bound.arguments["dropout_p"] = 0.0
             args, kwargs = bound.args, bound.kwargs
         elif func in _CLASS_LOSSES:
@@ -168,7 +171,7 @@ class KeptObjects:
             if value.numel() <= _MOST_ELEMENTS:
                 self._restoring.append(functools.partial(_restore_tensor, value, value.detach().clone()))
         elif _is_of_numpy(value) and hasattr(value, "flags"):
-            if value.size <= _MOST_IN_ARRAY and value.flags.writeable:
+            if value.size <= _MOST_IN_ARRAY:
                 self._restoring.append(functools.partial(_restore_array, value, value.copy()))
         elif (generator := _generator_of(value)) is not None:
             self._restoring.append(functools.partial(generator[1], generator[0]()))
@@ -210,9 +213,10 @@ class KeptObjects:
             self._next += items if is_dict else keys
 
     def _function(self, function: types.FunctionType) -> None:
-        for cell in filter(_is_filled, function.__closure__ or ()):
-            self._restoring.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
-            self._next.append(cell.cell_contents)
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # An empty one.
+                self._restoring.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
+                self._next.append(cell.cell_contents)
         self._variables(vars(function))
         if not is_library(function.__module__ or ""):
             self._variables(function.__globals__, function.__code__.co_names)
@@ -271,14 +275,6 @@ def _is_container(value: Any) -> bool:
     return is_one and (type(value) in _CONTAINERS or not is_library(type(value).__module__))
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
 def _restore_tensor(tensor: torch.Tensor, held: torch.Tensor) -> None:
     # An unnecessary write would raise the tensor's version, which autograd checks.
     if not torch.equal(tensor.detach(), held):
@@ -287,7 +283,7 @@ def _restore_tensor(tensor: torch.Tensor, held: torch.Tensor) -> None:
 
 
 def _restore_array(array: Any, held: Any) -> None:
-    if array.flags.writeable and array.shape == held.shape:  # The script may have frozen or resized it.
+    with suppress(ValueError):  # It is frozen, or was resized.
         array[...] = held
 
 
