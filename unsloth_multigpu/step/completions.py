@@ -316,7 +316,7 @@ def unknown_inputs(buffered: Sequence[Mapping[str, Any]]) -> str:
         batch, width = micro_batch["completion_ids"].shape
         for name, value in micro_batch.items():
             columns = micro_batch["prompt_ids"].shape[1:] if name.startswith(_PROMPT) else (1, width)
-            is_of_row = isinstance(value, torch.Tensor) and value.dim() < 3 and len(value) == batch
+            is_of_row = isinstance(value, torch.Tensor) and value.dim() in (1, 2) and len(value) == batch
             if _is_of_rows(value) and not (is_of_row and (value.dim() == 1 or value.shape[1] in columns)):
                 return f"'{name}'"
         others = [value for name, value in micro_batch.items() if name not in (*_NEEDED, _LEFT_PAD)]

@@ -231,7 +231,7 @@ class StepProof:
         except (*ERRORS, MemoryError, OSError, RuntimeError) as error:
             if is_entered_below(error):
                 raise SetupError(
-                    f"{name_of(self._trainer, unsteered(self._trainer.compute_loss))} calls a part of the model by "
+                    f"{name_of(self._trainer)} calls a part of the model by "
                     "itself, and a sharded model gathers its weights when the model itself is called.",
                     hint="Call the model that the loss is given, model(**inputs), and take what is needed from its "
                     "output (output_hidden_states=True gives the states before the head); or leave shard out.",
@@ -371,7 +371,7 @@ class StepProof:
                 logger.info("%s", found)
             return
         if found.unproven:
-            cause = f"it is not known how {name_of(self._trainer, unsteered(self._trainer.compute_loss))} is averaged"
+            cause = f"it is not known how {name_of(self._trainer)} is averaged"
             so = f"Parts of micro-batches count by this: {self._feed.passes.reduction.mean_over}."
             self._feed.tell(cause, f"{found}; {cause}.", so, self._ways_out())
             return
