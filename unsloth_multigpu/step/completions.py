@@ -19,14 +19,14 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shards import has_shards, tried_pass
+from unsloth_multigpu.group.shards import has_shards
 from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import instance_attribute, unsteered
 from unsloth_multigpu.step.comparison import Difference, difference, difference_of_means, names_of, rounding_bound
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.snapshot import ERRORS, LonePass, Still, kept_training_state
+from unsloth_multigpu.step.snapshot import ERRORS, LonePass, kept_training_state
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)
@@ -215,7 +215,7 @@ class CompletionDeal(Part):
                 training_step(bare, micro_batches[i], None)
 
         own_loss = instance_attribute(trainer, "compute_loss", unsteered(trainer.compute_loss))
-        with kept_training_state(trainer), tried_pass(trainer.model), Still(), own_loss:
+        with kept_training_state(trainer), own_loss:
             return self._lone.gradient(trainer.model_wrapped, len(micro_batches), compute)[0]
 
     def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ from unsloth_multigpu.step.loss import (
     GATHERED,
     WHOLE,
     find_reduction,
+    gathering,
+    gathering_losses,
     has_own_step,
     name_of,
     whole_ways,
@@ -74,8 +76,13 @@ class StepFeed(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Counts tokens over all ranks and measures the cost of micro-batches while it is open."""
-        with self.passes.around():
+        # Otherwise each rank would divide by its own tokens.
+        self._trainer.args.average_tokens_across_devices = not self.passes.is_alone
+        with gathering(gathering_losses(self._trainer), False), ExitStack() as stack:
+            if self._manager.config.sequence_parallel > 1:
+                from unsloth_multigpu.step.sequence import shared_sequence
+
+                self.passes.sequence = stack.enter_context(shared_sequence(self._trainer, self._manager))
             yield
 
     def overrides(self) -> dict[str, Override]:
@@ -97,7 +104,7 @@ class StepFeed(Part):
 
     def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         is_first, self._is_begun = not self._is_begun, True
-        self.proof.begin_epoch()
+        self.proof.is_epoch_begin = True
         # accelerate does not set the epoch of a stream when the Trainer resumes in it. The loop sets later epochs.
         if is_first and self.loader is not None and not self.has_one_order:
             self.loader.set_epoch(int((state.epoch or 0) + 1e-6))
@@ -342,7 +349,13 @@ class StepFeed(Part):
         """Overrides `Trainer.get_batch_samples`: returns one step, and its number of tokens over all ranks."""
         if self.loader is not None and (now := self._trainer.args.gradient_accumulation_steps) != 1:
             self._refuse_accumulation(now, "the script")
-        return self.passes.batch_samples(original, epoch_iterator)
+        self.passes.count = original
+        step = next(epoch_iterator, None)
+        if step is None:
+            return [], None
+        if step.left_over is not None:
+            step.left_over.num_items = self.passes.counted(step.left_over)
+        return [step], self.passes.counted(step)
 
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
         """Overrides `Trainer.training_step`: computes all micro-batches; the last backward synchronizes gradients."""

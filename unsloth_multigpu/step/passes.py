@@ -46,6 +46,7 @@ class StepPasses:
         current: The micro-batch that is being computed.
         in_loss: A training loss is being computed.
         sequence: Splits samples over ranks (`sequence_parallel`); None without it.
+        count: The trainer's own `get_batch_samples`, which counts tokens.
         num_samples, num_micro_batches: Computed so far.
     """
 
@@ -64,21 +65,8 @@ class StepPasses:
         self._is_own_backward = False
         self.current: MicroBatch | None = None
         self.sequence: SharedSequence | None = None
-        self._count: Callable[..., Any] | None = None
+        self.count: Callable[..., Any] | None = None
         self.num_samples = self.num_micro_batches = 0
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Surrounds a training."""
-        # Otherwise each rank would divide by its own tokens.
-        self._trainer.args.average_tokens_across_devices = not self.is_alone
-        with ExitStack() as stack:
-            stack.enter_context(gathering(gathering_losses(self._trainer), False))
-            if self._manager.config.sequence_parallel > 1:
-                from unsloth_multigpu.step.sequence import shared_sequence
-
-                self.sequence = stack.enter_context(shared_sequence(self._trainer, self._manager))
-            yield
 
     @property
     def is_repeated(self) -> bool:
@@ -94,19 +82,9 @@ class StepPasses:
         world_size = self._manager.identity.world_size
         return world_size > 1 and not self.is_whole and (len(sizes) or self.num_accumulated) % world_size != 0
 
-    def batch_samples(self, original: Any, epoch_iterator: Any) -> tuple[Any, Any]:
-        """Overrides `Trainer.get_batch_samples`: returns one step, and its number of tokens over all ranks."""
-        self._count = original
-        step = next(epoch_iterator, None)
-        if step is None:
-            return [], None
-        if step.left_over is not None:
-            step.left_over.num_items = self.counted(step.left_over)
-        return [step], self.counted(step)
-
     def counted(self, step: Step) -> Any:
         """Moves a step to the device; returns its tokens over all ranks, or None without a count. Collective."""
-        assert self._count is not None
+        assert self.count is not None
         trainer, device = self._trainer, self._trainer.args.device
         for micro_batch in step.micro_batches:
             # The collective that counts tokens needs tensors on the device of the process group.
@@ -115,7 +93,7 @@ class StepPasses:
         inputs = [
             without_labels(m.inputs) if m.piece.is_filler or self.is_repeated else m.inputs for m in step.micro_batches
         ]
-        batches, num_items = self._count(iter(inputs), len(inputs), device)
+        batches, num_items = self.count(iter(inputs), len(inputs), device)
         take(trainer, step, inputs, batches)
         if self.balancer.varies_rows:
             free_rows([m.inputs for m in step.micro_batches])

@@ -22,7 +22,7 @@ from unsloth_multigpu.deal.one_process import counted_as_one_process, without_ot
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_seed, read_random_state, seed_all
-from unsloth_multigpu.group.shards import has_shards, is_entered_below, tried_pass
+from unsloth_multigpu.group.shards import has_shards, is_entered_below
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import TrainerLike
@@ -56,7 +56,6 @@ from unsloth_multigpu.step.snapshot import (
     LonePass,
     Still,
     kept_training_state,
-    numbers_of,
 )
 from unsloth_multigpu.step.step_rows import NotPossibleError, StepRows
 from unsloth_multigpu.strategy import DDP
@@ -86,6 +85,7 @@ class StepProof:
         first: The first comparison of this training; None before it.
         last: The latest comparison.
         is_alone: A reference pass (one process) is running, which does not involve other ranks.
+        is_epoch_begin: The next step is the first of an epoch.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: HeartbeatPage) -> None:
@@ -95,7 +95,6 @@ class StepProof:
         self._manager = manager
         self._feed = feed
         self._num_steps = 0
-        self._is_epoch_begin = False
         self._is_over = False
         # Time spent in comparisons, on the slowest rank.
         self._seconds = 0.0
@@ -104,20 +103,16 @@ class StepProof:
         self._lone = LonePass(trainer, beat)
         self.first: Comparison | None = None
         self.last: Comparison | None = None
-        self.is_alone = False
+        self.is_alone = self.is_epoch_begin = False
 
     def values(self) -> dict[str, Any]:
         """Returns the first comparison as JSON values; empty if there is none yet."""
         return {} if self.first is None else self.first.values()
 
-    def begin_epoch(self) -> None:
-        """Marks the next step as the first of an epoch."""
-        self._is_epoch_begin = True
-
     def before(self, model: nn.Module, step: Step) -> None:
         """Compares the step that is about to be trained, if a comparison is due. Collective in that case."""
         self._num_steps += 1
-        is_epoch_begin, self._is_epoch_begin = self._is_epoch_begin, False
+        is_epoch_begin, self.is_epoch_begin = self.is_epoch_begin, False
         how = self._manager.config.check_first_step
         if how == "off" or not self._feed.is_dealt or self._is_over:
             return
@@ -183,14 +178,14 @@ class StepProof:
             if is_first and one_s + dealt_s < _TIMED_AGAIN_S:
                 one_s = self._tried(model, rows, num_compared).seconds
                 dealt_s = self._dealt_once(model, rows, one)[1].seconds
-            is_random = any(gather(one.has_drawn))
-            if is_random:
-                again = self._again(model, rows, one, self._seed + 1)
-                is_random = any(gather(not self._is_within(again)))
-            if not self._is_within(off) and off.off <= MOST_ROUNDING:
+            is_random, is_near = any(gather(one.has_drawn)), not self._is_within(off) and off.off <= MOST_ROUNDING
+            if is_random or is_near:
+                # Once more as one process, with other last bits and, if it draws, with other random numbers.
                 with last_bits_changed(self._trainer.model):
-                    again = self._again(model, rows, one, self._seed)
-                base = replace(base, rounding=max(gather(again.off)))
+                    again = self._as_one(model, rows, self._seed + is_random)
+                change = difference([one.gradient], [again.gradient], names_of(self._trainer.model))
+                is_random = is_random and any(gather(not self._is_within(change)))
+                base = replace(base, rounding=max(gather(change.off)) if is_near else math.nan)
         if is_random and not self._is_within(off):
             why = "it draws random numbers beyond dropout, so that one process would not compute it twice alike either"
             raise NotPossibleError(why)
@@ -208,14 +203,6 @@ class StepProof:
     @property
     def _seed(self) -> int:
         return draw_seed(int(self._trainer.args.seed), self._num_steps)
-
-    @contextmanager
-    def _pass(self) -> Iterator[Still]:
-        """Surrounds one pass over a step, and restores the state of the training afterwards."""
-        still = Still()
-        with kept_training_state(self._trainer), tried_pass(self._trainer.model), still:
-            yield still
-            still.numbers = numbers_of(self._trainer)
 
     def _tried(self, model: nn.Module, rows: StepRows, num_references: int) -> Still:
         """Computes the first micro-batches as one process does; raises NotPossibleError if a rank cannot. Collective.
@@ -254,7 +241,7 @@ class StepProof:
         """Computes the step as one process does, without any of our overrides."""
         trainer, device = self._trainer, self._trainer.args.device
         training_step = unsteered(trainer.training_step)
-        with self._pass() as still, self._alone():
+        with kept_training_state(trainer) as still, self._alone():
             inputs = [on_device(trainer, batch) for batch in rows.as_one_process()]
             count = unsteered(trainer.get_batch_samples)
             batches, num_items = count(iter(inputs), len(inputs), device)
@@ -268,11 +255,6 @@ class StepProof:
 
             still.gradient, still.seconds = self._lone.gradient(model, len(batches), compute)
         return still
-
-    def _again(self, model: nn.Module, rows: StepRows, one: Still, seed: int) -> Difference:
-        """Computes the step as one process does once more, and compares its gradient with `one`."""
-        again = self._as_one(model, rows, seed)
-        return difference([one.gradient], [again.gradient], names_of(self._trainer.model))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -312,11 +294,9 @@ class StepProof:
             return [known]
         whole = rows.as_one_process()
         parts = [m.inputs for m in rows.as_dealt().micro_batches if not m.piece.is_filler]
-        mine = shared_means([*whole, *parts], one.class_weights, asked)
-        ranks = self._manager.gather_json([mine, one.class_weights])
-        weights = tuple(ranks[0][1])
-        names = [name for name in ranks[0][0] if all(name in others for others, _ in ranks)]
-        found = [replace(known, mean_over=name, class_weights=weights) for name in names]
+        ranks = self._manager.gather_json(shared_means([*whole, *parts], one.class_weights, asked))
+        names = [name for name in ranks[0] if all(name in others for others in ranks)]
+        found = [replace(known, mean_over=name, class_weights=one.class_weights) for name in names]
         if known.kind == AUTO and self.first is None:
             return found
         return [known, *(each for each in found if each.mean_over != known.mean_over)]
@@ -325,7 +305,7 @@ class StepProof:
         """Computes the step once on all ranks, and compares it with `one`. The seconds are those of the slowest."""
         manager, trainer = self._manager, self._trainer
         is_exchanged = isinstance(manager.config.strategy, DDP) and manager.identity.world_size > 1
-        with self._pass() as still:
+        with kept_training_state(trainer) as still:
             step = rows.as_dealt()
             num_items = self._feed.passes.counted(step)
             self._lone.zero_used()

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from unsloth_multigpu.group.random_state import kept_random_state
-from unsloth_multigpu.group.shards import has_shards
+from unsloth_multigpu.group.shards import has_shards, tried_pass
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.library import is_library
 from unsloth_multigpu.part import TrainerLike
@@ -71,8 +71,9 @@ class Still(TorchFunctionMode):
 
     Attributes:
         has_dropped: A dropout was switched off.
-        has_drawn, numbers, gradient, seconds: Set by the caller: random numbers were drawn nevertheless; see
-            `numbers_of`; a sketch of the gradient; the time of the passes.
+        numbers: See `numbers_of`.
+        has_drawn, gradient, seconds: Set by the caller: random numbers were drawn nevertheless; a sketch of the
+            gradient; the time of the pass.
     """
 
     def __init__(self) -> None:
@@ -108,8 +109,8 @@ class Still(TorchFunctionMode):
 
 
 @contextmanager
-def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
-    """Restores, on exit, all state that a forward and backward pass may change.
+def kept_training_state(trainer: TrainerLike) -> Iterator[Still]:
+    """Surrounds a pass without dropout, and restores, on exit, all state that forward and backward may change.
 
     This covers random states, gradients, and what `KeptObjects` finds from the trainer. Writes to files or trackers
     cannot be undone; `Trainer.log` does nothing meanwhile.
@@ -126,10 +127,13 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
         stack.enter_context(KeptObjects(trainer))
         stack.enter_context(instance_attribute(trainer, "log", lambda *args, **kwargs: None))
+        stack.enter_context(tried_pass(trainer.model))
+        still = stack.enter_context(Still())
         for parameter, _ in gradients:
             parameter.grad = None
         try:
-            yield
+            yield still
+            still.numbers = numbers_of(trainer)
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
