@@ -48,14 +48,12 @@ class _Generation:
         in_order: This rank's micro-batches in TRL's order.
         rows: The completions of all ranks, rank by rank, padded to one width.
         lengths: Tokens of prompt and completion of each row.
-        num_tokens: Tokens of all ranks' micro-batches in TRL's order, padding included.
         dealt: This rank's micro-batches, dealt; empty before that.
     """
 
     in_order: list[dict[str, Any]]
     rows: Mapping[str, torch.Tensor]
     lengths: Sequence[tuple[int, int]]
-    num_tokens: int
     dealt: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -92,7 +90,7 @@ class CompletionDeal(Part):
         # Optimizer steps of this training; the last that was compared, and the next.
         self._num_steps, self._last_step, self._next_step = 0, 0, 1
         self._is_begin = False
-        # Tokens of all ranks' micro-batches so far, padding included: as TRL has cut them, and as they are computed.
+        # Tokens of this rank's micro-batches so far, padding included: as TRL has cut them, and as they are computed.
         self._num_before = self._num_dealt = 0
         if not is_library(getattr(unsteered(trainer._prepare_inputs), "__module__", None) or ""):
             self._keep_order("_prepare_inputs is the script's own")
@@ -109,9 +107,9 @@ class CompletionDeal(Part):
         self._is_begin = True
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._num_before:
-            part = 100 * self._num_dealt / self._num_before
-            logger.info("completions dealt by length: %.0f %% of the tokens, padding included", part)
+        before, dealt = map(sum, zip(*self._manager.gather_json([self._num_before, self._num_dealt]), strict=True))
+        if before:
+            logger.info("completions dealt by length: %.0f %% of the tokens, padding included", 100 * dealt / before)
         elif not self._is_over and self._num_steps:
             logger.info("balance: completions are dealt in order: in no step were some longer than others")
 
@@ -153,10 +151,9 @@ class CompletionDeal(Part):
         if not generation.dealt:
             block = self._block(generation)
             for begin in range(0, len(generation.in_order), block):
-                micro_batches, num_tokens = self._cut(generation, begin, block)
-                generation.dealt += micro_batches
-                self._num_dealt += num_tokens
-            self._num_before += generation.num_tokens
+                generation.dealt += self._cut(generation, begin, block)
+            self._num_before += _num_tokens(generation.in_order)
+            self._num_dealt += _num_tokens(generation.dealt)
         return generation.dealt
 
     def _has_turn(self, generation: _Generation, place: int) -> bool:
@@ -170,7 +167,7 @@ class CompletionDeal(Part):
         """Compares the gradients of this step, dealt by length and in TRL's order. Collective."""
         num_compared = min(self._block(generation), _MOST_COMPARED)
         in_order = generation.in_order[place : place + num_compared]
-        off = self._difference(in_order, self._cut(generation, place, num_compared)[0])
+        off = self._difference(in_order, self._cut(generation, place, num_compared))
         is_every = self._manager.config.check_first_step == "every"
         if math.isnan(off.off):  # Not finite in both, as while a scaler looks for its scale: the next step may be.
             self._next_step = self._num_steps + 1
@@ -221,52 +218,39 @@ class CompletionDeal(Part):
     def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:
         """Gathers the completions of all ranks; None if micro-batches have unknown inputs. Collective."""
         what, first = unknown_inputs(buffered), buffered[0]
-        names = (
-            [] if what else sorted(name for name, value in first.items() if _is_of_rows(value) and name != _LEFT_PAD)
-        )
-        # All ranks must decide alike and send tensors of one shape.
-        ranks = self._manager.gather_json([what, {name: first[name].shape[1:].numel() for name in names}])
-        if unknown := [theirs for theirs, _ in ranks if theirs]:
+        # All ranks must decide alike.
+        if unknown := [theirs for theirs in self._manager.gather_json(what) if theirs]:
             self._keep_order(f"{unknown[0]} is not known here")
             return None
-        processor, rows = self._trainer.processing_class, {}
+        accelerator, processor, rows = self._trainer.accelerator, self._trainer.processing_class, {}
         pad_id = int(getattr(processor, "tokenizer", processor).pad_token_id)
-        for name in names:
+        for name in sorted(name for name, value in first.items() if _is_of_rows(value) and name != _LEFT_PAD):
             mine = torch.cat([micro_batch[name] for micro_batch in buffered])
-            if mine.dim() > 1:
-                missing = max(widths[name] for _, widths in ranks) - mine.shape[1]
-                filling = pad_id if name.endswith("_ids") else 0
-                sides = (missing, 0) if name.startswith(_PROMPT) else (0, missing)
-                mine = nn.functional.pad(mine, sides, value=filling)
-            rows[name] = self._trainer.accelerator.gather(mine.contiguous())
-        columns = sum(widths["prompt_ids"] + widths["completion_ids"] for _, widths in ranks)
-        num_tokens = len(buffered) * len(first["advantages"]) * columns
-        return _Generation(buffered, rows, _lengths(rows), num_tokens)
+            filling = pad_id if name.endswith("_ids") else 0
+            padded = accelerator.pad_across_processes(mine, 1, filling, pad_first=name.startswith(_PROMPT))
+            rows[name] = accelerator.gather(padded.to(mine.dtype).contiguous())
+        return _Generation(buffered, rows, _lengths(rows))
 
     def _block(self, generation: _Generation) -> int:
         """Returns how many micro-batches of a rank are dealt together: those of a step, or its part of a generation."""
         return gcd(len(generation.in_order), int(self._trainer.args.gradient_accumulation_steps))
 
-    def _cut(self, generation: _Generation, begin: int, count: int) -> tuple[list[dict[str, Any]], int]:
-        """Deals the completions of some micro-batches; returns this rank's part, and the padded tokens of all ranks."""
-        world_size, rank = self._manager.identity.world_size, self._manager.identity.rank
+    def _cut(self, generation: _Generation, begin: int, count: int) -> list[dict[str, Any]]:
+        """Deals the completions of some micro-batches; returns this rank's part."""
+        world_size = self._manager.identity.world_size
         rows, lengths, batch = generation.rows, generation.lengths, generation.batch
         places = generation.places(begin, count, world_size)
         plan = deal_completions([lengths[i] for i in places], batch, world_size)
-        micro_batches, num_tokens = [], 0
-        for i, group in enumerate(group for share in plan for group in share):
+        given, micro_batches = generation.in_order[0], []
+        for group in plan[self._manager.identity.rank]:
             mine = [places[k] for k in group]
             prompt, completion = (self._width(max(lengths[k][c] for k in mine)) for c in (0, 1))
-            num_tokens += batch * (prompt + completion)
-            if i // count != rank:
-                continue
-            given = generation.in_order[0]
             micro_batch = _taken(rows, mine, prompt, completion)
             micro_batch |= {name: value for name, value in given.items() if not _is_of_rows(value)}
             if _LEFT_PAD in given:
                 micro_batch[_LEFT_PAD] = torch.full((batch, 1), prompt - min(lengths[k][0] for k in mine))
             micro_batches.append(micro_batch)
-        return micro_batches, num_tokens
+        return micro_batches
 
     def _width(self, longest: int) -> int:
         """Returns the number of columns for the longest row: at least 1, and a multiple of the trainer's padding."""
@@ -323,6 +307,10 @@ def unknown_inputs(buffered: Sequence[Mapping[str, Any]]) -> str:
         if _LEFT_PAD in micro_batch and any(_is_of_rows(value) for value in others):
             return "the layout of Unsloth's log-probabilities"
     return ""
+
+
+def _num_tokens(micro_batches: Sequence[Mapping[str, Any]]) -> int:
+    return sum(micro_batch[name].numel() for micro_batch in micro_batches for name in ("prompt_ids", "completion_ids"))
 
 
 def _is_of_rows(value: Any) -> bool:

@@ -76,13 +76,15 @@ class StepFeed(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
+        """Counts tokens over all ranks while it is open, and lets ranks share samples if that is asked for."""
         # Otherwise each rank would divide by its own tokens.
         self._trainer.args.average_tokens_across_devices = not self.passes.is_alone
         with gathering(gathering_losses(self._trainer), False), ExitStack() as stack:
             if self._manager.config.sequence_parallel > 1:
-                from unsloth_multigpu.step.sequence import shared_sequence
+                from unsloth_multigpu.step.sequence import SharedSequence
 
-                self.passes.sequence = stack.enter_context(shared_sequence(self._trainer, self._manager))
+                self.passes.sequence = SharedSequence(self._trainer.model, self._manager.sequence_group)
+                stack.enter_context(self.passes.sequence.around())
             yield
 
     def overrides(self) -> dict[str, Override]:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import instance_attribute
@@ -45,7 +44,11 @@ class SharedSequence:
         self.is_on = False
 
     def check_loss(self, trainer: TrainerLike, reduction: LossReduction) -> None:
-        """Raises SetupError if a loss is not known to be a sum over tokens."""
+        """Raises SetupError if a loss is not known to be a sum over tokens, or layers are compiled."""
+        if getattr(trainer.args, "torch_compile", False):
+            raise SetupError(
+                "sequence_parallel works within layers, and torch_compile=True compiles them.", hint=_WITHOUT
+            )
         if not reduction.is_token_normalised or has_own_step(trainer):
             raise SetupError(
                 "sequence_parallel shares losses that are sums over tokens, and it is not known that "
@@ -175,16 +178,6 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _Exchange.apply(blocks.contiguous(), group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@contextmanager
-def shared_sequence(trainer: TrainerLike, manager: DDPManager) -> Iterator[SharedSequence]:
-    """Surrounds a training whose ranks share samples, or raises SetupError if these cannot be shared. Collective."""
-    if getattr(trainer.args, "torch_compile", False):
-        raise SetupError("sequence_parallel works within layers, and torch_compile=True compiles them.", hint=_WITHOUT)
-    shared = SharedSequence(trainer.model, manager.sequence_group)
-    with shared.around():
-        yield shared
 
 
 def layers_of(model: Any, size: int) -> list[nn.Module]:
