@@ -17,15 +17,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import instance_attribute, unsteered
-from unsloth_multigpu.step.loss import (
-    GATHERED,
-    SUM,
-    TOKEN_SUM,
-    LossReduction,
-    gathering,
-    gathering_losses,
-    has_own_step,
-)
+from unsloth_multigpu.step.loss import GATHERED, SUM, TOKEN_SUM, LossReduction, gathering, gathering_losses
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
@@ -158,13 +150,11 @@ class StepPasses:
         losses: list[torch.Tensor] = []
         # The divisor of the Trainer, of losses that average over micro-batches, and of auxiliary losses.
         trainer.current_gradient_accumulation_steps = step.num_references
-        if has_own_step(trainer):
-            # A script's own step reads its divisor here.
-            trainer.args.gradient_accumulation_steps = self.num_accumulated
         is_cut = not self.is_alone and any(0 < m.piece.share < 1 for m in step.micro_batches)
         gathered = gathering_losses(trainer) if self.reduction.kind == GATHERED else []
         try:
-            with gathering(gathered, is_cut):
+            # A script's own step reads its divisor from the arguments.
+            with self.accumulation_of_script(), gathering(gathered, is_cut):
                 for i, micro_batch in enumerate(step.micro_batches):
                     self._beat.mark(micro_batch=i)
                     self.current, micro_batch.factor = micro_batch, self._factor(micro_batch, step)
@@ -176,7 +166,6 @@ class StepPasses:
                     losses.append(loss * self._gradient_factor if micro_batch.factor else torch.zeros_like(loss))
         finally:
             self.current = None
-            trainer.args.gradient_accumulation_steps = 1
         return losses
 
     @contextmanager

@@ -16,10 +16,12 @@ QUIET = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tq
 SGD = {**QUIET, "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd", "seed": 7}
 
 
-def arguments(folder, batch_size, accumulation=1, **more):
-    """Of a quiet training; `more` replaces what is usual."""
+def arguments(folder, batch_size, accumulation=1, config=TrainingArguments, **more):
+    """Of a quiet training in fp32; `more` replaces what is usual."""
     sizes = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
-    return TrainingArguments(str(folder), **{**QUIET, **sizes, **more})
+    # Which TRL's configs set otherwise.
+    plain = {"bf16": False, "gradient_checkpointing": False}
+    return config(str(folder), **{**QUIET, **plain, **sizes, **more})
 
 
 class Comparing:

@@ -13,6 +13,7 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu()
 
 import torch
+from common import arguments
 from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
@@ -74,19 +75,14 @@ def train(name):
     make_arguments = CrossEncoderTrainingArguments if is_cross else SentenceTransformerTrainingArguments
     trainer = make_trainer(
         model=model,
-        args=make_arguments(
-            "trained",
-            per_device_train_batch_size=1 if name == "told_late" else 8 // num_accumulated,
-            gradient_accumulation_steps=num_accumulated,
+        args=arguments(
+            *("trained", 1 if name == "told_late" else 8 // num_accumulated, num_accumulated, make_arguments),
             per_device_eval_batch_size=4,
             eval_strategy="epoch",
             num_train_epochs=1,
-            logging_steps=1,
             learning_rate=1e-3,
             # AdamW would train to the same weights with gradients of another scale.
             optim="sgd" if name == "softmax" else "adamw_torch",
-            save_strategy="no",
-            report_to=[],
         ),
         train_dataset=data,
         eval_dataset=data.select(range(9)),

@@ -20,7 +20,7 @@ if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import torch
-from common import SGD, logged, write_outcome
+from common import SGD, arguments, logged, write_outcome
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -161,15 +161,11 @@ def run(job):
         ump.enable_multi_gpu(num_gpus=num_ranks, **OPTIONS[option])
     batch, accumulation = map(int, shape.split("x"))
     trainer_class, config_class = CLASSES[kind]
-    config = config_class(
-        str(out / "checkpoints"),
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
+    config = arguments(
+        *(out / "checkpoints", batch, accumulation, config_class),
         num_generations=GROUP,
         max_completion_length=16,
         max_steps=5 if more else 2,
-        bf16=False,
-        gradient_checkpointing=False,
         **{**SGD, "learning_rate": 0.1},
         **({"loss_type": loss} if loss else {}),
         **({"steps_per_generation": 2 * accumulation, "num_iterations": 2, "beta": 0.2} if more else {}),

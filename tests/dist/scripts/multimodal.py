@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))
 import numpy
 import torch
 import transformers
-from common import SGD, Comparing, logged, write_outcome
+from common import SGD, Comparing, arguments, logged, write_outcome
 from datasets import Dataset
 from PIL import Image
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
@@ -40,19 +40,10 @@ def picture(width, height):
     return Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=numpy.uint8))
 
 
-def arguments(config_class, batch, accumulation, **more):
-    return config_class(
-        str(out / "checkpoints"),
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
-        num_train_epochs=1,
-        remove_unused_columns=False,
-        bf16=False,
-        gradient_checkpointing=False,
-        max_grad_norm=1e9,  # Clipping hides a gradient's scale.
-        **more,
-        **{**SGD, "learning_rate": 0.02},
-    )
+def settings(config_class, batch, accumulation, **more):
+    usual = {**SGD, "learning_rate": 0.02, "num_train_epochs": 1, "remove_unused_columns": False}
+    # Clipping hides a gradient's scale.
+    return arguments(out / "checkpoints", batch, accumulation, config_class, max_grad_norm=1e9, **usual, **more)
 
 
 def model_of(name, config):
@@ -73,7 +64,7 @@ def llava(batch, accumulation):
     ]
     return SFTTrainer(
         model=model,
-        args=arguments(SFTConfig, batch, accumulation, max_length=None),
+        args=settings(SFTConfig, batch, accumulation, max_length=None),
         train_dataset=Dataset.from_list(rows),
         processing_class=processor,
     )
@@ -104,7 +95,7 @@ def qwen2_vl(batch, accumulation, every=1):
     pictures = [picture(8 + 8 * (i % 3), 8 + 8 * (i % 2)) if i % every == 0 else None for i in range(NUM_ROWS)]
     return Trainer(
         model=model_of("Qwen2VLForConditionalGeneration", config),
-        args=arguments(transformers.TrainingArguments, batch, accumulation),
+        args=settings(transformers.TrainingArguments, batch, accumulation),
         train_dataset=[{"image": image, "text": text} for image, text in zip(pictures, texts, strict=True)],
         data_collator=collate,
         processing_class=images,
@@ -150,7 +141,7 @@ def whisper(batch, accumulation):
 
     return Seq2SeqTrainer(
         model=model_of("WhisperForConditionalGeneration", config),
-        args=arguments(Seq2SeqTrainingArguments, batch, accumulation),
+        args=settings(Seq2SeqTrainingArguments, batch, accumulation),
         train_dataset=rows,
         data_collator=collate,
         processing_class=features,
@@ -197,7 +188,7 @@ def speech(batch, accumulation):
     ]
     return Seq2SeqTrainer(
         model=model_of("SpeechT5ForTextToSpeech", config),
-        args=arguments(Seq2SeqTrainingArguments, batch, accumulation),
+        args=settings(Seq2SeqTrainingArguments, batch, accumulation),
         train_dataset=rows,
         data_collator=collate,
         processing_class=tokenizer,

@@ -87,15 +87,12 @@ class CountingCollator:
         return collate_classes(rows)
 
 
-class Curriculum:
+class Curriculum(CountingCollator):
     """Rows are cut shorter in the first steps."""
 
-    def __init__(self):
-        self.num_calls = 0
-
     def __call__(self, rows):
-        self.num_calls += 1
-        return collate_classes([{**row, "input_ids": row["input_ids"][: 3 + self.num_calls // 2]} for row in rows])
+        most = 3 + (self.num_calls + 1) // 2
+        return super().__call__([{**row, "input_ids": row["input_ids"][:most]} for row in rows])
 
 
 def collate_masked(rows):
@@ -108,28 +105,24 @@ class Augmented(torch.utils.data.Dataset):
     """Rows that begin at random."""
 
     def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        row = self.rows[index]
-        return {**row, "input_ids": row["input_ids"][random.randrange(2) :]}
-
-
-class Counted(torch.utils.data.Dataset):
-    """Rows that grow with the number of those that were read."""
-
-    def __init__(self, rows):
         self.rows, self.num_read = rows, 0
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, index):
+        return {**self.rows[index], "input_ids": self.part_of(self.rows[index]["input_ids"])}
+
+    def part_of(self, tokens):
+        return tokens[random.randrange(2) :]
+
+
+class Counted(Augmented):
+    """Rows that grow with the number of those that were read."""
+
+    def part_of(self, tokens):
         self.num_read += 1
-        return {**self.rows[index], "input_ids": self.rows[index]["input_ids"][: 2 + self.num_read // 2]}
+        return tokens[: 2 + self.num_read // 2]
 
 
 def scores(model, inputs):
@@ -190,6 +183,11 @@ def by_attribute(model, inputs):
     return loss + 0.1 * model.classifier.weight.pow(2).sum() if hasattr(model, "classifier") else loss
 
 
+def tuples(model, inputs):
+    ids, mask, labels = inputs
+    return functional.cross_entropy(model(input_ids=ids, attention_mask=mask).logits, labels)
+
+
 def by_embeddings(model, inputs):
     embeddings = model.get_input_embeddings()(inputs["input_ids"])
     output = model(inputs_embeds=embeddings, attention_mask=inputs["attention_mask"])
@@ -247,24 +245,21 @@ class ChangesForm(Trainer):
         return (losses * weights).sum() / weights.sum()
 
 
-class GathersByTorch(Trainer):
+def gathers_by_torch(model, inputs):
     """Negatives of all ranks, as in CLIP; the rows of this rank know theirs."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        rows = scores(model, inputs)
-        others, begin = rows, 0
-        if dist.is_initialized():
-            sizes = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
-            dist.all_gather(sizes, torch.tensor(len(rows)))
-            parts = [rows.new_zeros(max(sizes), rows.shape[1]) for _ in sizes]
-            mine = rows.new_zeros(max(sizes), rows.shape[1])
-            mine[: len(rows)] = rows.detach()
-            dist.all_gather(parts, mine)
-            parts = [part[:n] for part, n in zip(parts, sizes, strict=True)]
-            parts[dist.get_rank()] = rows
-            begin = int(sum(sizes[: dist.get_rank()]))
-            others = torch.cat(parts)
-        return functional.cross_entropy(rows @ others.T, torch.arange(len(rows)) + begin)
+    rows = scores(model, inputs)
+    others, begin = rows, 0
+    if dist.is_initialized():
+        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(sizes, torch.tensor(len(rows)))
+        parts = [rows.new_zeros(max(sizes), rows.shape[1]) for _ in sizes]
+        mine = functional.pad(rows.detach(), (0, 0, 0, int(max(sizes)) - len(rows)))
+        dist.all_gather(parts, mine)
+        parts = [part[:n] for part, n in zip(parts, sizes, strict=True)]
+        parts[dist.get_rank()] = rows
+        begin = int(sum(sizes[: dist.get_rank()]))
+        others = torch.cat(parts)
+    return functional.cross_entropy(rows @ others.T, torch.arange(len(rows)) + begin)
 
 
 class GathersByAccelerate(Trainer):
@@ -278,12 +273,6 @@ class GathersByAccelerate(Trainer):
 class ByRate(OwnLoss):
     def factor(self):
         return 1.0 + self.lr_scheduler.get_last_lr()[0] + self.optimizer.param_groups[0]["lr"]
-
-
-class Tuples(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        ids, mask, labels = inputs
-        return functional.cross_entropy(model(input_ids=ids, attention_mask=mask).logits, labels)
 
 
 class Ready(Trainer):
@@ -343,10 +332,10 @@ KINDS = {
     "router": Kind(model=router, collate=lambda: collator(labels="input_ids")),
     "chunks": Kind(OwnLoss, collate=lambda: collate_chunks),
     "changes_form": Kind(ChangesForm),
-    "gathers_by_torch": Kind(GathersByTorch),
+    "gathers_by_torch": Kind(of(gathers_by_torch)),
     "gathers_by_accelerate": Kind(GathersByAccelerate),
     "by_rate": Kind(ByRate),
-    "tuples": Kind(Tuples, collate=lambda: collate_tuple),
+    "tuples": Kind(of(tuples), collate=lambda: collate_tuple),
     "noisy": Kind(Noisy),
     "tight": Kind(Tight),
     "ready": Kind(Ready),
