@@ -242,20 +242,17 @@ class CompletionDeal(Part):
         places = generation.places(begin, count, world_size)
         plan = deal_completions([lengths[i] for i in places], batch, world_size)
         given, micro_batches = generation.in_order[0], []
+        multiple = int(getattr(self._trainer.args, "pad_to_multiple_of", None) or 1)  # Not in every version.
         for group in plan[self._manager.identity.rank]:
             mine = [places[k] for k in group]
-            prompt, completion = (self._width(max(lengths[k][c] for k in mine)) for c in (0, 1))
+            longest = [max(lengths[k][c] for k in mine) for c in (0, 1)]
+            prompt, completion = (max(1, -(-num // multiple)) * multiple for num in longest)
             micro_batch = _taken(rows, mine, prompt, completion)
             micro_batch |= {name: value for name, value in given.items() if not _is_of_rows(value)}
             if _LEFT_PAD in given:
                 micro_batch[_LEFT_PAD] = torch.full((batch, 1), prompt - min(lengths[k][0] for k in mine))
             micro_batches.append(micro_batch)
         return micro_batches
-
-    def _width(self, longest: int) -> int:
-        """Returns the number of columns for the longest row: at least 1, and a multiple of the trainer's padding."""
-        multiple = getattr(self._trainer.args, "pad_to_multiple_of", None) or 1  # Not in every version.
-        return max(1, -(-longest // multiple)) * int(multiple)
 
 
 def deal_completions(lengths: Sequence[tuple[int, int]], batch: int, world_size: int) -> list[list[list[int]]]:

@@ -372,7 +372,7 @@ class StepFeed(Part):
 
         Inside a loss nothing is gathered, as in one process: ranks have different numbers of rows and micro-batches.
         """
-        if not self.passes.in_loss and not self.proof.is_alone:
+        if not self.passes.in_loss:
             with self._manager.waits.counted():
                 return exchange(tensor, *args, **kwargs)
         return tensor

@@ -36,7 +36,7 @@ class StepPasses:
         is_whole: Each of the script's micro-batches stays on one rank.
         is_lockstep: Ranks synchronize in every micro-batch, as sharded models do.
         current: The micro-batch that is being computed.
-        in_loss: A training loss is being computed.
+        in_loss: A training loss is being computed, or a step as in one process: nothing is gathered.
         sequence: Splits samples over ranks (`sequence_parallel`); None without it.
         count: The trainer's own `get_batch_samples`, which counts tokens.
         num_samples, num_micro_batches: Computed so far.

@@ -84,7 +84,6 @@ class StepProof:
     Attributes:
         first: The first comparison of this training; None before it.
         last: The latest comparison.
-        is_alone: A reference pass (one process) is running, which does not involve other ranks.
         is_epoch_begin: The next step is the first of an epoch.
     """
 
@@ -103,7 +102,7 @@ class StepProof:
         self._lone = LonePass(trainer, beat)
         self.first: Comparison | None = None
         self.last: Comparison | None = None
-        self.is_alone = self.is_epoch_begin = False
+        self.is_epoch_begin = False
 
     def values(self) -> dict[str, Any]:
         """Returns the first comparison as JSON values; empty if there is none yet."""
@@ -267,7 +266,7 @@ class StepProof:
             stack.enter_context(instance_attribute(trainer.args, "average_tokens_across_devices", False))
             for name in ("compute_loss", "get_batch_samples"):
                 stack.enter_context(instance_attribute(trainer, name, unsteered(getattr(trainer, name))))
-            stack.enter_context(instance_attribute(self, "is_alone", True))
+            stack.enter_context(instance_attribute(self._feed.passes, "in_loss", True))
             yield
 
     def _as_dealt(self, model: nn.Module, rows: StepRows, one: Still) -> tuple[Difference, Still]:

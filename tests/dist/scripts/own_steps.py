@@ -3,7 +3,7 @@
 import torch
 from own_losses import Kind, OwnLoss, class_losses, collate_tokens, collator, llama, scores
 from torch.nn import functional
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 
 class Counter(OwnLoss):
@@ -70,25 +70,6 @@ class OwnBackward(Trainer):
         loss = loss / self.args.gradient_accumulation_steps
         loss.backward()
         return loss.detach()
-
-
-class HearsOfMicroBatches(OwnLoss):
-    """A callback counts them."""
-
-    num_calls = 0
-
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
-        outer = self
-
-        class Counts(TrainerCallback):
-            def on_substep_end(self, args, state, control, **kwargs):
-                outer.num_calls += 1
-
-        self.add_callback(Counts())
-
-    def factor(self):
-        return 1.0 + self.num_calls
 
 
 class DividedTokens(Trainer):
@@ -161,7 +142,7 @@ KINDS = {
     "hard_first": Kind(HardFirst, collate=lambda: collator(labels="class", number="number")),
     "own_step": Kind(OwnStep),
     "own_backward": Kind(OwnBackward),
-    "hears": Kind(HearsOfMicroBatches),
+    "hears": Kind(),
     "divided_tokens": of_tokens(DividedTokens),
     "auxiliary": of_tokens(Auxiliary),
     "prepares_tokens": Kind(PreparesTokens),
