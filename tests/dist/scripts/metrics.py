@@ -6,6 +6,7 @@ evaluates 11 rows in batches of 4 after every second step, "resume" goes on from
 collects a metric of its own, as a tensor and without a gather, and "nan" has some losses that are none.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -19,16 +20,9 @@ ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
 
 import torch
 import trl.trainer.utils
-from common import QUIET, new_classifier
+from common import arguments, new_classifier
 from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithPadding, Trainer, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,7 +46,7 @@ def causal_lm():
 def trl_trainer(trainer, config, rows, evaluated, common, **settings):
     return trainer(
         model=causal_lm(),
-        args=config(max_length=96, **settings, **common),
+        args=common(config, max_length=96, **settings),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(evaluated),
         processing_class=tokenizer,
@@ -112,7 +106,7 @@ class NanTrainer(Trainer):
 def classifier(texts, evaluated, common, trainer=Trainer):
     return trainer(
         model=new_classifier(model_folder, 3, tokenizer),
-        args=TrainingArguments(include_num_input_tokens_seen="all", **common),
+        args=common(include_num_input_tokens_seen="all"),
         train_dataset=labelled(texts),
         eval_dataset=labelled(evaluated),
         data_collator=DataCollatorWithPadding(tokenizer),
@@ -129,7 +123,7 @@ def grpo(texts, evaluated, common):
     settings = {"num_generations": 4, "max_completion_length": 8, "top_k": 1, "beta": 0.1}
     return GRPOTrainer(
         model=causal_lm(),
-        args=GRPOConfig(**settings, **common),
+        args=common(GRPOConfig, **settings),
         train_dataset=Dataset.from_dict({"prompt": [text[:20] for text in texts]}),
         reward_funcs=lambda completions, **kwargs: [float(len(set(c))) for c in completions],
         processing_class=tokenizer,
@@ -146,22 +140,17 @@ def settings_of(shape, options, folder):
     _, batch_size, accumulation = map(int, shape.split("x"))
     logging = options[0]
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    return {
-        **QUIET,
-        "output_dir": str(folder),
-        "per_device_train_batch_size": batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "num_train_epochs": 2,
-        "learning_rate": 2e-3,
-        "optim": "sgd",
-        "logging_strategy": "no" if logging == "end" else "steps",
-        "logging_steps": 1 if logging == "end" else int(logging),
-        "seed": 7,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
+    return functools.partial(
+        *(arguments, folder, batch_size, accumulation),
+        num_train_epochs=2,
+        learning_rate=2e-3,
+        optim="sgd",
+        logging_strategy="no" if logging == "end" else "steps",
+        logging_steps=1 if logging == "end" else int(logging),
+        seed=7,
+        use_cpu=True,
         **(evaluation if "eval" in options else {}),
-    }
+    )
 
 
 def made(kind, shape, options, folder):
