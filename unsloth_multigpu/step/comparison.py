@@ -187,17 +187,14 @@ def last_bits_changed(model: nn.Module) -> Iterator[None]:
     A gradient computed meanwhile differs from the correct one by rounding alone: by more than usual if it is a small
     difference of large terms. No copy of the weights is made.
     """
-    _invert_last_bits(model)
+    bits = [part_of(p.data).view(torch.int32) for p in model.parameters() if p.dtype == torch.float32]
+    for part in bits:
+        part.bitwise_xor_(1)
     try:
         yield
     finally:
-        _invert_last_bits(model)
-
-
-def _invert_last_bits(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.dtype == torch.float32:
-            part_of(parameter.data).view(torch.int32).bitwise_xor_(1)
+        for part in bits:
+            part.bitwise_xor_(1)
 
 
 def sketch(model: nn.Module) -> list[float]:
