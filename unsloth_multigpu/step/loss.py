@@ -64,11 +64,6 @@ class LossReduction:
         """The loss is a mean over rows that do not influence each other, so that micro-batches may exchange rows."""
         return self.kind == ROW_MEAN
 
-    @property
-    def is_counted(self) -> bool:
-        """The weight of a part is counted from its inputs. Rows are known from the plan, and sums need no weight."""
-        return self.mean_over not in (ROWS, SUM)
-
     def count(self, inputs: Any) -> float:
         """Returns the weight of a part of a micro-batch; raises SetupError if the inputs lack what is counted."""
         found = count_of(inputs, self.mean_over, self.class_weights)

@@ -17,7 +17,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import instance_attribute, unsteered
-from unsloth_multigpu.step.loss import GATHERED, SUM, TOKEN_SUM, LossReduction, gathering, gathering_losses
+from unsloth_multigpu.step.loss import GATHERED, ROWS, SUM, TOKEN_SUM, LossReduction, gathering, gathering_losses
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
@@ -104,7 +104,7 @@ class StepPasses:
         """Sets the weight of each part of a micro-batch, by the known loss reduction. Collective."""
         if self.reduction.is_token_normalised or not self.shares_micro_batches(range(step.num_references)):
             return
-        if not self.reduction.is_counted:
+        if self.reduction.mean_over in (ROWS, SUM):  # Rows are known from the plan, and sums need no weight.
             for micro_batch in step.micro_batches:
                 micro_batch.share = micro_batch.piece.share
             return
