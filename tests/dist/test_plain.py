@@ -21,7 +21,9 @@ def test_weights_and_samples_are_those_of_one_process(tmp_path):
     assert "destroy_process_group" not in run.err
     ranks = [json.loads((tmp_path / f"plain_{rank}.json").read_text()) for rank in range(2)]
     model, start, epochs = train(seed=0)
-    assert [(r["kind"], r["world_size"]) for r in ranks] == [("DistributedDataParallel", 2)] * 2
+    assert [(r["kind"], r["world_size"], r["launcher"]) for r in ranks] == [
+        ("DistributedDataParallel", 2, "torchrun")
+    ] * 2
     assert ranks[0]["start"] == ranks[1]["start"] == start
 
     assert [len(epoch) for epoch in epochs] == [-(-NUM_SAMPLES // BATCH_SIZE)] * NUM_EPOCHS

@@ -53,6 +53,7 @@ def test_model_is_forecast_from_its_configuration_alone(tmp_path: Path) -> None:
     assert (training["tokens"], training["checkpointing"], training["autocast"]) == (30, True, "bfloat16")
 
 
+@pytest.mark.thorough
 def test_samples_that_ranks_share_are_forecast(tmp_path: Path) -> None:
     run = plan(tmp_path, [*SCRIPT, "lora"], "--json", "--gpus", "1,2,4", UNSLOTH_MULTIGPU_SEQUENCE_PARALLEL="2")
     assert run.code == 0, run.err

@@ -1,8 +1,9 @@
 """Ranks that share samples, `sequence_parallel`: gradient norms, losses, metrics and weights against one process.
 
-Rows have 5 to 37 tokens, and lengths are no multiple of the ranks. Packed rows begin anew within a sample.
+Rows have 5 to 39 tokens, and lengths are no multiple of the ranks. Packed rows begin anew within a sample.
 """
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from unsloth_multigpu.errors import SetupError
 
 SCRIPT = Path(__file__).parent / "scripts" / "sequence_parallel.py"
 JOBS = ["full", "one_kv_head", "packed", "window", *(["lora"] if find_spec("peft") else [])]
+REFUSED = {
+    "eager": "attn_implementation='eager' is not among the functions of transformers' attention interface",
+    "row_mean": "sequence_parallel shares losses that are sums over tokens, and it is not known that",
+}
 NEEDS_TRL = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 
 
@@ -25,17 +30,19 @@ def folder(tmp_path_factory):
     return path
 
 
-def start(folder, out, jobs, *options, env=PLAIN):
-    return run_python([SCRIPT, folder / "model", folder / out, ",".join(jobs), *options], folder, env)
-
-
-def train(folder, out, jobs, *options, env=PLAIN):
+def train(folder, out, jobs, *options, env=PLAIN, code=0):
     """Trains when a test first asks for it; returns what was said."""
     if not (folder / out).exists():
-        run = start(folder, out, jobs, *options, env=env)
-        assert run.code == 0, run.err
+        run = run_python([SCRIPT, folder / "model", folder / out, ",".join(jobs), *options], folder, env)
+        assert run.code == code, run.err
         (folder / f"{out}.txt").write_text(run.err)
     return (folder / f"{out}.txt").read_text()
+
+
+def train_two(folder):
+    """Two ranks share each sample. Trainings that are refused come last."""
+    jobs = [*JOBS, *REFUSED]
+    return train(folder, "two", jobs, "num_gpus=2", "sequence_parallel=2", code=SetupError.exit_code)
 
 
 def check_alike(folder, one, many, num_ranks, jobs):
@@ -46,7 +53,7 @@ def check_alike(folder, one, many, num_ranks, jobs):
 
 def test_two_ranks_share_each_sample_and_train_as_one_process(folder):
     train(folder, "one", JOBS, "num_gpus=1")
-    told = train(folder, "two", JOBS, "num_gpus=2", "sequence_parallel=2")
+    told = train_two(folder)
     check_alike(folder, "one", "two", 2, JOBS)
     assert told.count("equal gradient") == len(JOBS)
     assert "samples per step: 4 = 2 samples x 2 accumulation, each on 2 ranks" in told
@@ -78,16 +85,12 @@ def test_sft_trains_and_logs_as_one_process(folder):
         assert expected, name
 
 
-@pytest.mark.parametrize(
-    ("job", "what"),
-    [
-        ("eager", "attn_implementation='eager' is not among the functions of transformers' attention interface"),
-        ("row_mean", "sequence_parallel shares losses that are sums over tokens, and it is not known that"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_before_the_first_step(folder, job, what):
-    run = start(folder, job, [job], "num_gpus=2", "sequence_parallel=2")
-    assert run.code == SetupError.exit_code, run.err
-    assert what in run.err
-    assert "Hint: " in run.err
-    assert "samples per step" not in run.err
+@pytest.mark.parametrize("job", REFUSED)
+def test_what_cannot_be_shared_is_refused_before_the_first_step(folder, job):
+    told = train_two(folder)
+    for rank in range(2):
+        error, num_steps = json.loads((folder / "two" / f"{job}_{rank}.json").read_text())
+        assert REFUSED[job] in error
+        assert "Hint: " in error
+        assert num_steps == 0
+    assert told.count("samples per step") == len(JOBS)

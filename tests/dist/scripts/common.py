@@ -57,6 +57,19 @@ class Said(logging.Handler):
         self.records.append((record.levelname, record.getMessage()))
 
 
+class Record:
+    """Notes what `rows_of` finds in the inputs of each forward pass that trains, by its step. Comparisons are none."""
+
+    def __init__(self, trainer, rows_of):
+        self.trainer, self.rows_of, self.steps = trainer, rows_of, {}
+        trainer.model.register_forward_pre_hook(self.note, with_kwargs=True)
+
+    def note(self, module, positional, named):
+        if module.training and not Comparing.is_on:
+            inputs = {"input_ids": positional[0], **named} if positional else named
+            self.steps.setdefault(self.trainer.state.global_step, []).extend(self.rows_of(inputs))
+
+
 class MeanLoss(Trainer):
     """A user's trainer whose loss is a mean over rows, although the model takes loss arguments."""
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import unsloth_multigpu as ump
 
 num_ranks = int(sys.argv[1])
-ump.enable_multi_gpu(num_gpus=num_ranks)
+# Three ranks compare the first step of each with one process, which takes as long as the others together.
+ump.enable_multi_gpu(num_gpus=num_ranks, check_first_step="auto" if num_ranks > 2 else "off")
 
 import datasets
 import torch
-from common import Comparing, MeanLoss, OwnOrder, arguments, logged
+from common import MeanLoss, OwnOrder, Record, arguments, logged
 from tiny_llama import collate, collate_end_to_end, tiny_llama
 from transformers import (
     BertConfig,
@@ -111,24 +112,13 @@ class HearsLoader(TrainerCallback):
         self.rows.append(rows_of(eval_dataloader))
 
 
-class Record:
-    def __init__(self, trainer):
-        self.steps = {}
-        self.num_tokens = 0
-        trainer.model.register_forward_pre_hook(self.note, with_kwargs=True)
-        self.trainer = trainer
-
-    def note(self, module, positional, named):
-        if module.training and not Comparing.is_on:
-            ids = named["input_ids"]
-            labels = named.get("labels", ids)
-            if "position_ids" in named:
-                begins = named["position_ids"][0] == 0
-                real = [] if bool((labels == -100).all()) else ids[0][begins].tolist()
-            else:
-                real = [int(row[0]) for row, label in zip(ids, labels, strict=True) if not bool((label == -100).all())]
-            self.num_tokens += ids.numel()
-            self.steps.setdefault(self.trainer.state.global_step, []).extend(real)
+def rows_with_labels(inputs):
+    """First tokens of the rows, which number them. A filler has no label."""
+    ids = inputs["input_ids"]
+    labels = inputs.get("labels", ids)
+    if "position_ids" in inputs:
+        return [] if bool((labels == -100).all()) else ids[0][inputs["position_ids"][0] == 0].tolist()
+    return [int(row[0]) for row, label in zip(ids, labels, strict=True) if not bool((label == -100).all())]
 
 
 class LooksOnRank0(TrainerCallback):
@@ -252,11 +242,12 @@ def is_asked(name):
 def train(name, trainer, more=lambda: {}, **options):
     if not is_asked(name):
         return
-    record = Record(trainer)
+    computed = []
+    record = Record(trainer, lambda inputs: computed.append(inputs["input_ids"].numel()) or rows_with_labels(inputs))
     trainer.train(**options)
     facts = {
         "steps": record.steps,
-        "computed_tokens": record.num_tokens,
+        "computed_tokens": sum(computed),
         **logged(trainer, "grad_norm", "loss", "learning_rate"),
         "tokens_seen": trainer.state.num_input_tokens_seen,
         "weights": [float(p.detach().double().sum()) for p in trainer.model.parameters()],

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))
 import numpy
 import torch
 import transformers
-from common import SGD, Comparing, arguments, logged, write_outcome
+from common import SGD, Record, arguments, logged, write_outcome
 from datasets import Dataset
 from PIL import Image
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
@@ -195,28 +195,19 @@ def speech(batch, accumulation):
     )
 
 
-def row_sums(trainer):
-    """Notes a number for each row that a forward pass of the training gets."""
-    seen = []
-
-    def note(_model, _args, inputs):
-        if Comparing.is_on or not torch.is_grad_enabled():
-            return
-        labels = inputs["labels"].detach()
-        step = trainer.state.global_step
-        for row in labels.double().masked_fill(labels == -100, 0).flatten(1).sum(1).tolist():
-            seen.append([step, round(row, 3)])
-
-    trainer.model.register_forward_pre_hook(note, with_kwargs=True)
-    return seen
+def row_sums(inputs):
+    """A number for each row."""
+    labels = inputs["labels"].detach().double()
+    return [round(row, 3) for row in labels.masked_fill(labels == -100, 0).flatten(1).sum(1).tolist()]
 
 
 def run(job):
     kind, shape = job.split(":")
     trainer = globals()[kind](*map(int, shape.split("x")))
-    seen = row_sums(trainer)
+    record = Record(trainer, row_sums)
     trainer.train()
     trainer.save_model(str(out / f"{kind}_{shape}"))
+    seen = [[step, row] for step, rows in record.steps.items() for row in rows]
     write_outcome(out, job, {**logged(trainer, "grad_norm"), "seen": seen}, trainer.model.named_parameters())
 
 

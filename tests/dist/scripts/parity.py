@@ -9,7 +9,7 @@ import importlib.util
 import os
 import random
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,7 +24,7 @@ if importlib.util.find_spec("unsloth") is not None and Version(version("unsloth"
     import unsloth  # noqa: F401  (first, as in a user's script; older ones ask for a GPU)
 import torch
 import trl.trainer.utils
-from common import QUIET, Comparing, logged, write_outcome
+from common import QUIET, Record, logged, write_outcome
 from texts import HAS_UNSLOTH, Texts
 
 from unsloth_multigpu.step.feed import StepFeed
@@ -74,31 +74,20 @@ def fingerprint(tokens):
     return hashlib.md5(str(tokens.tolist()).encode()).hexdigest()[:12]
 
 
-def record_samples(trainer):
-    """Notes, for each optimizer step, the rows that went through the model with a label, as hashes of their tokens."""
-    seen = defaultdict(Counter)
-
-    def note(module, positional, named):
-        ids = named.get("input_ids", positional[0] if positional else None)
-        mask, labels = named.get("attention_mask"), named.get("labels")
-        if not module.training or ids is None or Comparing.is_on or has_filler:
-            return
-        if "position_ids" in named and len(ids) == 1:
-            # Texts end to end: each begins at position 0. A filler has no label at all.
-            begins = (named["position_ids"][0] == 0).nonzero().flatten().tolist()
-            is_filler = labels is not None and bool((labels == -100).all())
-            for begin, end in zip(begins, [*begins[1:], ids.shape[1]], strict=True):
-                if not is_filler:
-                    seen[trainer.state.global_step][fingerprint(ids[0, begin:end])] += 1
-            return
-        for i, row in enumerate(ids):
-            if labels is not None and labels.dim() > 1 and bool((labels[i] == -100).all()):
-                continue
-            tokens = row if mask is None else row[mask[i].bool()]
-            seen[trainer.state.global_step][fingerprint(tokens)] += 1
-
-    trainer.model.register_forward_pre_hook(note, with_kwargs=True)
-    return seen
+def rows_with_labels(inputs):
+    """The rows, as hashes of their tokens."""
+    ids, mask, labels = (inputs.get(name) for name in ("input_ids", "attention_mask", "labels"))
+    if ids is None or has_filler:
+        return []
+    if "position_ids" in inputs and len(ids) == 1:
+        # Texts end to end: each begins at position 0. A filler has no label at all.
+        if labels is not None and bool((labels == -100).all()):
+            return []
+        begins = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
+        return [fingerprint(part) for part in ids[0].tensor_split(begins[1:])]
+    rows = ids if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
+    has_labels = labels is not None and labels.dim() > 1
+    return [fingerprint(row) for i, row in enumerate(rows) if not (has_labels and bool((labels[i] == -100).all()))]
 
 
 def look_at_step(self, *arguments):
@@ -115,11 +104,11 @@ def run(job):
     common = {**COMMON, "per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
     torch.manual_seed(3)
     trainer = KINDS[kind](topics(rows, max_words=40), common)
-    seen = record_samples(trainer)
+    record = Record(trainer, rows_with_labels)
     trainer.train()
     facts = {
         **logged(trainer, "loss", "grad_norm"),
-        "seen": {step: dict(rows) for step, rows in seen.items()},
+        "seen": {step: Counter(rows) for step, rows in record.steps.items()},
         "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
         "random_after": [random.random(), float(torch.rand(()))],
     }

@@ -44,6 +44,7 @@ def main():
     out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     model, start, epochs = train(seed=rank)
     facts = {"start": start, "epochs": epochs, "kind": type(model).__name__, "world_size": dist.get_world_size()}
+    facts["launcher"] = ump.get_multi_gpu_status().launcher
     facts["end"] = [p.tolist() for p in ump.unwrap_model(model).parameters()]
     (out / f"plain_{rank}.json").write_text(json.dumps(facts))
 

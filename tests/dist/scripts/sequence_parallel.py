@@ -1,9 +1,11 @@
 """Trains a Trainer of transformers or TRL whose ranks share samples, and writes what it did, for comparison.
 
-Usage: sequence_parallel.py MODEL OUT JOBS [OPTION=VALUE ...], with JOBS in commas and options of the line
+Usage: sequence_parallel.py MODEL OUT JOBS [OPTION=VALUE ...], with JOBS in commas and options of the line.
+Of a training that is refused it writes the error.
 """
 
-import random
+import json
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +18,7 @@ ump.enable_multi_gpu(**{k: int(v) if v.isdigit() else v for k, v in (each.split(
 import torch
 from common import SGD, logged, move_off_zero, write_outcome
 from packaging.version import Version
-from tiny_llama import collate, collate_end_to_end
+from tiny_llama import RaggedRows, collate, collate_end_to_end
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -40,19 +42,13 @@ SHAPE = {
 folder = str(Path(out) / "checkpoints")
 
 
-def ragged(num_rows=10):
-    draws = random.Random(3)
-    lengths = [draws.randint(5, 37) for _ in range(num_rows)]
-    return [{"input_ids": [draws.randint(1, 63) for _ in range(length)]} for length in lengths]
-
-
 def llama(num_kv=2, attention="sdpa", **more):
     return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=num_kv, attn_implementation=attention, **more))
 
 
 def of_transformers(model, collate=collate, cls=Trainer, **more):
     common = TrainingArguments(folder, **{**COMMON, **more})
-    return cls(model=model, args=common, train_dataset=ragged(), data_collator=collate)
+    return cls(model=model, args=common, train_dataset=RaggedRows(10), data_collator=collate)
 
 
 def qwen_with_window():
@@ -80,7 +76,9 @@ def sft(**layout):
         trl.trainer.utils._ChunkedLogProbFunction = LogProbs
     config = SFTConfig(folder, **COMMON, bf16=False, **layout)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    return SFTTrainer(model=llama(), args=config, train_dataset=Dataset.from_list(ragged()), processing_class=tokenizer)
+    return SFTTrainer(
+        model=llama(), args=config, train_dataset=Dataset.from_list(list(RaggedRows(10))), processing_class=tokenizer
+    )
 
 
 class RowMean(Trainer):
@@ -105,7 +103,11 @@ out.mkdir(parents=True, exist_ok=True)
 for job in jobs.split(","):
     torch.manual_seed(3)
     trainer = JOBS[job]()
-    trainer.train()
+    try:
+        trainer.train()
+    except ump.SetupError as error:
+        (out / f"{job}_{os.environ['RANK']}.json").write_text(json.dumps([str(error), trainer.state.global_step]))
+        continue
     facts = {"log": trainer.state.log_history, **logged(trainer, "loss", "grad_norm")}
     facts["total_tokens"] = getattr(trainer, "_total_train_tokens", 0)
     write_outcome(out, job, facts, ((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad))

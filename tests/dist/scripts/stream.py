@@ -15,7 +15,7 @@ if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import torch
-from common import SGD, Comparing, MeanLoss, arguments, logged, write_outcome
+from common import SGD, MeanLoss, Record, arguments, logged, write_outcome
 from tiny_llama import RaggedRows, collate, tiny_llama
 from transformers import Trainer
 
@@ -68,30 +68,19 @@ JOBS = {
 }
 
 
-class Record:
-    """Notes the rows of each step."""
-
-    def __init__(self, trainer, rows):
-        self.numbers = {tuple(row["input_ids"]): i for i, row in enumerate(rows)}
-        self.trainer, self.steps = trainer, {}
-        trainer.model.register_forward_pre_hook(self.note, with_kwargs=True)
-
-    def note(self, module, positional, named):
-        if module.training and not Comparing.is_on:
-            found = [self.numbers[tuple(i for i in row.tolist() if i)] for row in named["input_ids"]]
-            self.steps.setdefault(self.trainer.state.global_step, []).extend(found)
-
-
 def run(job):
     trainer_class, rows, batch, accumulation, given = JOBS[job]
     folder = out / f"checkpoints_{job}"
+    numbers = {tuple(row["input_ids"]): i for i, row in enumerate(rows.rows)}
     saves = {"save_strategy": "steps", "save_steps": 1} if job == "resumed" else {}
 
     def trained(**more):
         torch.manual_seed(1)
         args = arguments(folder, batch, accumulation, use_cpu=True, **{**SGD, **saves, **given})
         trainer = trainer_class(model=tiny_llama(), args=args, train_dataset=rows, data_collator=collate)
-        record = Record(trainer, rows.rows)
+        record = Record(
+            trainer, lambda inputs: [numbers[tuple(i for i in row if i)] for row in inputs["input_ids"].tolist()]
+        )
         trainer.train(**more)
         return trainer, record
 
