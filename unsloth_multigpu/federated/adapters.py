@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -114,10 +113,8 @@ def describe_adapter(model: nn.Module) -> str:
     names: list[str] = list(model.active_adapters) if configs else []  # type: ignore[arg-type]
     if len(names) != 1:
         return ""
-    with TemporaryDirectory() as folder:
-        configs[names[0]].save_pretrained(folder)
-        config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
-    return json.dumps({"name": names[0], "config": config | {"inference_mode": True}})
+    config = configs[names[0]].to_dict() | {"inference_mode": True}
+    return json.dumps({"name": names[0], "config": config}, default=list)  # Names of modules are a set.
 
 
 def adapter_settings(adapter_config: str) -> dict[str, str]:

@@ -182,11 +182,6 @@ class Kernel:
                     )
                 self.changed.wait(_WAIT_S)
 
-    def wait_until_gone(self, limit_s: float) -> None:
-        """Waits until the monitor has collected every worker."""
-        with self.changed:
-            self.changed.wait_for(lambda: all(w.exit_code is not None for w in self.workers), limit_s)
-
     def replay(self, source: str, limit_s: float, *, execution_count: int = 0, has_line: bool = False) -> None:
         """Runs code on the workers only. With `has_line` they stop at `enable_multi_gpu()` in it.
 
@@ -197,17 +192,11 @@ class Kernel:
             worker.is_ready = not has_line
         fields = {"source": source, "execution_count": execution_count, "has_line": has_line}
         self.send("cell", cell_number=cell_number, **fields)
-
-        def has_ended(worker: WorkerProcess) -> bool:
-            return cell_number in worker.ended
-
-        def has_arrived(worker: WorkerProcess) -> bool:
-            return has_ended(worker) or (has_line and worker.is_ready)
-
-        self._wait_for(has_arrived, "running an earlier cell again", limit_s)
-        for worker in filter(has_ended, self.workers):
-            message = worker.ended[cell_number]
-            if message["error"] or has_line:
+        what = "running an earlier cell again"
+        self._wait_for(lambda w: cell_number in w.ended or (has_line and w.is_ready), what, limit_s)
+        for worker in self.workers:
+            message = worker.ended.get(cell_number)
+            if message is not None and (message["error"] or has_line):
                 place = "the first cell, and restart the kernel" if message["error"] else "a cell, not in a callback"
                 raise DistributedError(
                     f"Code from before enable_multi_gpu() failed on rank {worker.rank}: "

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from textwrap import shorten
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
@@ -194,20 +195,21 @@ class Receiver(Sharer):
             DistributedError: Rank 0 has raised an error. This one is an instance of that error's class, too.
             LeftAloneError: Rank 0 has left the cell without the value, or computed it before this rank existed.
         """
+        what = shorten(kind, _MESSAGE_CHARACTERS)
         if self.is_replay:
             if is_value:
                 raise LeftAloneError(
-                    f"{_shortened(kind)} was run before enable_multi_gpu(), and its value is no longer known.",
+                    f"{what} was run before enable_multi_gpu(), and its value is no longer known.",
                     hint="Restart the kernel, and call enable_multi_gpu() in the first cell.",
                 )
             return None
         message = self._take(self._next_key(kind))
         if message is None:
             raise LeftAloneError(
-                f"rank 0 has left the cell without {_shortened(kind)}.",
+                f"rank 0 has left the cell without {what}.",
                 hint="Let all ranks run the same code in a cell.",
             )
-        return value_of(message["outcome"], _shortened(kind))
+        return value_of(message["outcome"], what)
 
     def _take(self, key: str) -> dict[str, Any] | None:
         """Waits for a message, and tells the kernel so; None = rank 0 has left the cell."""
@@ -231,12 +233,6 @@ def _stoppable(cell: Cell, make: Callable[[], Any]) -> Any:
     if cell.stop_s != stop_s:
         raise KeyboardInterrupt("Stop was pressed.")
     return value
-
-
-def _shortened(kind: str) -> str:
-    """Shortens a command to one line for messages."""
-    line = " ".join(kind.split())
-    return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}..."
 
 
 def _plain(value: Any) -> Any:

@@ -233,7 +233,8 @@ class Notebook:
     def _give_up(self, failed: BaseException) -> DistributedError:
         for worker in self.kernel.workers:
             worker.kill("the ranks could not open a new process group")
-        self.kernel.wait_until_gone(_END_LIMIT_S)
+        with self.kernel.changed:  # The monitor collects them.
+            self.kernel.changed.wait_for(lambda: len(self._dead()) == len(self.kernel.workers), _END_LIMIT_S)
         error = DistributedError(
             f"The ranks could not open a new process group after the cell ({type(failed).__name__}: {failed}).",
             hint=ALONE,

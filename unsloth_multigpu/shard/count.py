@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,20 +21,12 @@ from torch import nn
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.group.model import base_model
-from unsloth_multigpu.group.shards import part_of
+from unsloth_multigpu.group.shards import Engine, part_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import draws_completions
 from unsloth_multigpu.shard.fake import ByteCounter, fake_memory
-from unsloth_multigpu.shard.memory import (
-    WITHOUT_FORECAST,
-    MemoryForecast,
-    Mode,
-    StepBytes,
-    Training,
-    forecast_of,
-    trains_parts,
-)
-from unsloth_multigpu.shard.sharding import check_versions, layers_of
+from unsloth_multigpu.shard.memory import WITHOUT_FORECAST, MemoryForecast, Mode, StepBytes, Training, forecast_of
+from unsloth_multigpu.shard.sharding import check_optimizer, check_versions, layers_of
 
 # Samples among which the longest one is searched.
 _MAX_SAMPLES = 20_000
@@ -86,12 +78,10 @@ def _only_whole(optimizer: str, num_sharing: int) -> tuple[str, str]:
     with_unsloth = "unsloth.models._utils" in sys.modules
     try:
         check_versions("torch", "unsloth" if with_unsloth else "transformers")
+        check_optimizer(optimizer, Engine.UNSLOTH if with_unsloth else Engine.ACCELERATE)
     except SetupError as error:
         return str(error.args[0]).removesuffix("."), error.hint
-    if trains_parts(optimizer, with_unsloth=with_unsloth):
-        return "", ""
-    hint = "Set optim='adamw_torch_fused', whose states are sharded, too."
-    return f"optim={optimizer!r} does not train sharded weights", hint
+    return "", ""
 
 
 def micro_batch(trainer: Any, training: Training, num_rows: int) -> Any:
@@ -164,46 +154,37 @@ def _numel(parameter: Any) -> int:
     return int(torch.Size(parameter.shape if state is None else state.shape).numel())
 
 
-class Rows:
-    """The forecasts of the training of a Trainer before its `train()`, each counted once.
+def forecasts(trainer: Any, training: Training, rows: Iterable[tuple[Mode, int]]) -> Iterator[MemoryForecast]:
+    """Yields the memory of a rank for each mode and number of ranks, before the Trainer's `train()`.
 
     Raises:
         SetupError: Its step cannot be run on fake tensors.
     """
-
-    def __init__(self, trainer: Any, training: Training) -> None:
-        if draws_completions(trainer):
-            raise SetupError(
-                f"The memory of a {type(trainer).__name__} cannot be forecast, because it generates its samples.",
-                hint=WITHOUT_FORECAST,
-            )
-        self._trainer = trainer
-        self._training = training
-        self._counted: dict[tuple[int, int, int | None, int], StepBytes] = {}
-
-    def forecast(self, mode: Mode, num_ranks: int) -> MemoryForecast:
-        """Returns the memory of one of `num_ranks` ranks."""
-        rows, accumulation = self._training.on_ranks(num_ranks)
+    if draws_completions(trainer):
+        raise SetupError(
+            f"The memory of a {type(trainer).__name__} cannot be forecast, because it generates its samples.",
+            hint=WITHOUT_FORECAST,
+        )
+    counted: dict[tuple[int, int, int | None, int], StepBytes] = {}
+    for mode, num_ranks in rows:
+        num_rows, accumulation = training.on_ranks(num_ranks)
         is_sharded = mode == "sharded"
         # Gradients exist before the last pass if there are several. DDP's buckets keep them from step to step.
         num_passes = 2 if accumulation > 1 or (num_ranks > 1 and not is_sharded) else 1
-        num_sharing = self._training.num_sharing if num_ranks > 1 else 1
-        key = (rows, num_passes, num_ranks if is_sharded else None, num_sharing)
-        if key not in self._counted:
-            self._counted[key] = self._count(*key)
-        return forecast_of(self._counted[key], self._training, mode, num_ranks)
-
-    def _count(self, rows: int, *options: Any) -> StepBytes:
+        num_sharing = training.num_sharing if num_ranks > 1 else 1
+        key = (num_rows, num_passes, num_ranks if is_sharded else None, num_sharing)
         try:
-            return count_step(self._trainer, micro_batch(self._trainer, self._training, rows), *options)
+            if key not in counted:
+                counted[key] = count_step(trainer, micro_batch(trainer, training, num_rows), *key[1:])
         except MultiGPUError:
             raise
         except Exception as error:  # From any code of the script or its libraries.
             raise SetupError(
-                f"{self._training.model}: the first step cannot be run on tensors without values: "
+                f"{training.model}: the first step cannot be run on tensors without values: "
                 f"{type(error).__name__}: {error}",
                 hint=WITHOUT_FORECAST,
             ) from error
+        yield forecast_of(counted[key], training, mode, num_ranks)
 
 
 def count_step(

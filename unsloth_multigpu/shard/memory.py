@@ -19,8 +19,6 @@ RESERVE = 0.15
 CONTEXT_BYTES, NCCL_BYTES = GIB * 3 // 4, GIB // 2
 # The hint of errors of a forecast.
 WITHOUT_FORECAST = "shard='on' or shard='off' needs no forecast."
-# Optimizers of bitsandbytes without "bnb" in their names.
-_OF_BITSANDBYTES = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"}
 
 
 @dataclass(frozen=True)
@@ -196,16 +194,3 @@ def decide(training: Training, forecasts: Sequence[MemoryForecast], device_bytes
         "optimizer or shard_offload=True need less; `unsloth-multigpu plan --gpus 8,16,32` counts it for more GPUs; "
         "shard='on' or 'off' trains without this check.",
     )
-
-
-def trains_parts(optimizer: str, *, with_unsloth: bool) -> bool:
-    """True if an optimizer of `TrainingArguments.optim` can train the shards of FSDP2.
-
-    bitsandbytes' optimizers take plain tensors only, which Unsloth's FSDP2 (2026.10.9) passes to Adam and AdamW.
-    transformers' Adafactor would mix shards with whole rows and columns.
-
-    Args:
-        with_unsloth: Unsloth shards the model.
-    """
-    is_of_bitsandbytes = "bnb" in optimizer or optimizer.startswith("paged_") or optimizer in _OF_BITSANDBYTES
-    return optimizer != "adafactor" and (not is_of_bitsandbytes or (with_unsloth and "adam" in optimizer))

@@ -183,19 +183,19 @@ class Probe(Tool):
         leave_process()
 
     def _answered(self, trainer: TrainerLike) -> Answer:
-        from unsloth_multigpu.shard.count import Rows, describe
+        from unsloth_multigpu.shard.count import describe, forecasts
 
         asked, devices = self._question, _devices()
         of_rank = psutil.virtual_memory().total // asked.rows[0][1] if asked.is_choice else None
         device_bytes = asked.device_bytes or min(devices, default=of_rank)
         training = describe(trainer, self._config, asked.tokens)
-        rows, forecasts = Rows(trainer, training), []
-        for mode, num_ranks in asked.rows:
-            if mode == "ddp" or not training.only_whole[0]:
-                forecasts.append(rows.forecast(mode, num_ranks))
-            if asked.is_choice and device_bytes is not None and fits(forecasts[-1], device_bytes):
+        rows = [row for row in asked.rows if row[0] == "ddp" or not training.only_whole[0]]
+        found = []
+        for forecast in forecasts(trainer, training, rows):
+            found.append(forecast)
+            if asked.is_choice and device_bytes is not None and fits(forecast, device_bytes):
                 break
-        return Answer(training, forecasts, devices, device_bytes)
+        return Answer(training, found, devices, device_bytes)
 
 
 def _devices() -> tuple[int, ...]:
@@ -224,17 +224,16 @@ def meta_patches() -> list[Patch]:
     """Returns patches of functions that a script calls before `train()` and that would read or move weights."""
     modeling = "transformers.modeling_utils:PreTrainedModel"
     optional = functools.partial(Patch, optional=True)
-    nothing, yes = functools.partial(_replaced, None), functools.partial(_replaced, True)
     return [
         Patch(f"{modeling}.from_pretrained", _TRANSFORMERS, _from_configuration),
         Patch(f"{modeling}.cuda", _TRANSFORMERS, _unmoved),
         Patch(f"{modeling}.to", _TRANSFORMERS, _unmoved),
         optional("peft.peft_model:PeftModel.to", "peft>=0.18", _unmoved),
         # Both read values of an embedding, which are missing: for new rows, and to find untrained ones.
-        optional(f"{modeling}._init_added_embeddings_weights_with_mean", _TRANSFORMERS, nothing),
-        optional("unsloth_zoo.tokenizer_utils:fix_untrained_tokens", "unsloth_zoo>=2026.10.7", nothing),
+        optional(f"{modeling}._init_added_embeddings_weights_with_mean", _TRANSFORMERS, lambda *_, **__: None),
+        optional("unsloth_zoo.tokenizer_utils:fix_untrained_tokens", "unsloth_zoo>=2026.10.7", lambda *_, **__: None),
         # The training is planned for other devices than this process has.
-        optional("transformers.training_args:is_torch_bf16_gpu_available", _TRANSFORMERS, yes),
+        optional("transformers.training_args:is_torch_bf16_gpu_available", _TRANSFORMERS, lambda *_, **__: True),
         optional("bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module", "bitsandbytes>=0.46", _hands_state),
         optional("triton.runtime.jit:JITFunction.run", "triton>=3", _skips_without_values),
         optional("triton.runtime.autotuner:Autotuner.run", "triton>=3", _skips_without_values),
@@ -331,11 +330,6 @@ def _unmoved(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: A
         return original(self, *args, **kwargs)
     dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
     return original(self, dtypes[0]) if dtypes else self
-
-
-def _replaced(result: Any, *_: Any, **__: Any) -> Any:
-    """Replaces a function by one that returns `result`."""
-    return result
 
 
 def _hands_state(original: Callable[..., Any], /, module: Any) -> None:

@@ -22,7 +22,6 @@ from unsloth_multigpu.group.shards import Engine, class_of, fsdp_modules, has_sh
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, StateLike, TrainerLike
-from unsloth_multigpu.shard.memory import trains_parts
 from unsloth_multigpu.shard.packed import check_parts, give_back, in_parts
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.loss import hooked
@@ -34,6 +33,8 @@ logger = get_logger(__name__)
 
 # The first versions whose sharding was tested with this package.
 OLDEST = {"unsloth": "2026.10.9", "transformers": "5.17", "torch": "2.7"}
+# Optimizers of bitsandbytes without "bnb" in their names.
+_OF_BITSANDBYTES = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"}
 
 
 class Sharding(GradientExchange):
@@ -61,7 +62,9 @@ class Sharding(GradientExchange):
             # An evaluation may have left weights gathered. The Trainer checks the model's class.
             reshard(model)
             named_as_before(model)
-        self._check_named_optimizer()
+        if self._trainer.optimizer is None:  # torch's error in the first step would not name it.
+            named = self._trainer.args.optim
+            check_optimizer(str(getattr(named, "value", named)), self._engine)
         if self._engine is Engine.ACCELERATE:
             self._sum_in_32_bits()
             if not is_sharded_already and model is not None:
@@ -133,16 +136,6 @@ class Sharding(GradientExchange):
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         reshard(self._trainer.model)
 
-    def _check_named_optimizer(self) -> None:
-        """Refuses an optimizer that cannot train shards: torch's error in the first step would not name it."""
-        named = self._trainer.args.optim
-        name = str(getattr(named, "value", named))
-        if self._trainer.optimizer is None and not trains_parts(name, with_unsloth=self._engine is Engine.UNSLOTH):
-            raise SetupError(
-                f"optim={name!r} cannot train weights that are sharded by FSDP2 of {self._engine.value}.",
-                hint="Set optim='adamw_torch_fused', whose states are sharded, too.",
-            )
-
     def _check_optimizer(self, model: nn.Module) -> None:
         trained = {id(p) for group in self._trainer.optimizer.param_groups for p in group["params"]}
         missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
@@ -179,6 +172,23 @@ def check_options(config: MultiGPUConfig, engine: Engine) -> None:
             hint="Leave one of them out.",
         )
     check_versions("torch", *(["unsloth"] if engine is Engine.UNSLOTH else ["transformers"]))
+
+
+def check_optimizer(name: str, engine: Engine) -> None:
+    """Refuses an optimizer of `TrainingArguments.optim` that cannot train the shards of FSDP2.
+
+    bitsandbytes' optimizers take plain tensors only, which Unsloth's FSDP2 (2026.10.9) passes to Adam and AdamW.
+    transformers' Adafactor would mix shards with whole rows and columns.
+
+    Raises:
+        SetupError: It is one of these.
+    """
+    is_of_bitsandbytes = "bnb" in name or name.startswith("paged_") or name in _OF_BITSANDBYTES
+    if name == "adafactor" or (is_of_bitsandbytes and not (engine is Engine.UNSLOTH and "adam" in name)):
+        raise SetupError(
+            f"optim={name!r} cannot train weights that are sharded by FSDP2 of {engine.value}.",
+            hint="Set optim='adamw_torch_fused', whose states are sharded, too.",
+        )
 
 
 def check_is_sharded(model: nn.Module | None) -> None:

@@ -238,7 +238,7 @@ class FirstSteps(Part, Tool):
         with ExitStack() as stack:
             for owner in (trainer, trainer.model):
                 for name in (n for n in _SAVERS if hasattr(owner, n)):
-                    stack.enter_context(instance_attribute(owner, name, _do_nothing))
+                    stack.enter_context(instance_attribute(owner, name, lambda *_, **__: None))
             yield
 
     def record(self) -> dict[str, Any]:
@@ -262,8 +262,7 @@ class FirstSteps(Part, Tool):
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._steer(control)
 
-    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._steer(control)
+    on_epoch_end = on_step_end
 
     def _steer(self, control: ControlLike) -> None:
         """Prevents saving and evaluation, and ends the training after the last step."""
@@ -274,7 +273,3 @@ class FirstSteps(Part, Tool):
 
 def _is_tracker(callback: Any) -> bool:
     return any(cls.__module__.startswith(_TRACKERS) for cls in type(callback).__mro__)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces methods that save or upload."""

@@ -61,7 +61,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     if options.library == UNSLOTH:
         importlib.import_module(UNSLOTH)  # First, as in users' scripts.
     from datasets import Dataset
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
     from unsloth_multigpu.plugin import get_multi_gpu_status
 
@@ -82,7 +82,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     if options.library == UNSLOTH:
         trainer = make_trainer(model, tokenizer, values, options, data)
     else:
-        collator = end_to_end if options.padding_free else collate
+        collator = DataCollatorWithFlattening() if options.padding_free else collate
         trainer = Trainer(model, TrainingArguments(**values), data_collator=collator, train_dataset=data)
     trainer.add_callback(MarkSteps())
     trainer.train()
@@ -160,13 +160,6 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ids = pad_sequence(each, batch_first=True)
     mask = pad_sequence([torch.ones_like(row) for row in each], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def end_to_end(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Concatenates rows: input_ids, position_ids and labels, each 1 x tokens. The first token of a row is no label."""
-    ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])
-    positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
-    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
 
 
 def make_folder(options: BenchOptions, root: Path) -> BenchOptions:

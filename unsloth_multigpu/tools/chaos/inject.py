@@ -35,13 +35,17 @@ _MEMORY_ASKED_BYTES = 2**31
 _LOOK_S = 0.5
 
 
-class Chaos(Tool):
-    """Injects faults into a run; see `chaos_variables`."""
+class Chaos(Part, Tool):
+    """Injects faults into a run, and records the samples of each rank without those of filler micro-batches.
+
+    `folder` is for the records; see `chaos_variables`.
+    """
 
     draws_alike = True
+    place = "faults"
 
     def __init__(self, folder: str, faults: list[dict[str, Any]], work: str | None = None) -> None:
-        self.folder, self.faults, self._work = Path(folder), [Fault(**fault) for fault in faults], work
+        self._folder, self._all, self._work = Path(folder), [Fault(**fault) for fault in faults], work
 
     def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
         return config if self._work is None else dataclasses.replace(config, log_dir=str(Path(self._work, "logs")))
@@ -61,27 +65,14 @@ class Chaos(Tool):
         work, path = Path(self._work or "").resolve(), Path(folder).resolve()
         return str(path if path.is_relative_to(work) else work.joinpath("output", *path.parts[1:]))
 
-    def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
+    def part(self, trainer: TrainerLike, session: Any, steps: StepFeed | None) -> Part | None:
         if steps is None:
             return None
         self.adjust_arguments(trainer.args)  # Again, because the script may have changed them.
-        return Injector(trainer, self, session, steps)
-
-
-class Injector(Part):
-    """Injects the faults of one training of one rank, and records its samples without those of filler micro-batches."""
-
-    place = "faults"
-
-    def __init__(self, trainer: TrainerLike, chaos: Chaos, session: Any, steps: StepFeed) -> None:
-        self.trainer = trainer
-        self._steps = steps
-        self._rank = session.identity.rank
-        self._config = session.config
+        self.trainer, self._steps, self._config = trainer, steps, session.config
+        self._rank, self._attempt = session.identity.rank, session.context.attempt
         self.supervisor_pid = session.context.supervisor_pid
-        self._attempt = session.context.attempt
-        self._folder = chaos.folder
-        mine = [f for f in chaos.faults if f.rank in (self._rank, ALL_RANKS) and f.attempt == self._attempt]
+        mine = [f for f in self._all if f.rank in (self._rank, ALL_RANKS) and f.attempt == self._attempt]
         # A script may train several times; each fault is injected in one training.
         written = read_records(self._folder, self._rank)
         done = [r["fault"] for r in written if r["event"] == "injected" and r["attempt"] == self._attempt]
@@ -89,6 +80,7 @@ class Injector(Part):
         self._training = sum(r["event"] == "begin" and r["pid"] == os.getpid() for r in written)
         self._samples: Counter[str] = Counter()
         self.is_poisoned = False
+        return self
 
     def overrides(self) -> dict[str, Override]:
         return {
@@ -176,19 +168,19 @@ def newest_checkpoint(output_dir: str) -> Path | None:
     return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
 
 
-def _raise(_: Injector) -> None:
+def _raise(_: Chaos) -> None:
     raise RuntimeError("injected by unsloth-multigpu chaos")
 
 
-def _loop(_: Injector) -> None:
+def _loop(_: Chaos) -> None:
     """Keeps the main thread busy forever."""
     while True:
         pass
 
 
-def _corrupt(injector: Injector) -> None:
+def _corrupt(chaos: Chaos) -> None:
     """Truncates the largest file of the newest checkpoint, as a crash may, and kills this process."""
-    checkpoint = newest_checkpoint(injector.trainer.args.output_dir)
+    checkpoint = newest_checkpoint(chaos.trainer.args.output_dir)
     assert checkpoint is not None
     largest = max((p for p in checkpoint.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
@@ -201,9 +193,9 @@ def _signal(pid: int, number: signal.Signals) -> None:
     time.sleep(_LOOK_S)
 
 
-def _run_out_of_memory(injector: Injector) -> None:
+def _run_out_of_memory(chaos: Chaos) -> None:
     """Raises torch's own error of a device without enough memory."""
-    device = injector.trainer.args.device
+    device = chaos.trainer.args.device
     if device.type != "cpu":
         torch.empty(2**50, dtype=torch.uint8, device=device)
     # The limit is restored before the error is reported, which needs memory.
@@ -211,17 +203,17 @@ def _run_out_of_memory(injector: Injector) -> None:
         torch.empty(_MEMORY_ASKED_BYTES, dtype=torch.uint8)
 
 
-_ACTIONS: dict[str, Callable[[Injector], Any]] = {
+_ACTIONS: dict[str, Callable[[Chaos], Any]] = {
     "raise": _raise,
     "exit": lambda _: sys.exit(0),
     "memory": _run_out_of_memory,
-    "nan": lambda injector: setattr(injector, "is_poisoned", True),
+    "nan": lambda chaos: setattr(chaos, "is_poisoned", True),
     "kill": lambda _: _signal(os.getpid(), signal.SIGKILL),
     "stop": lambda _: _signal(os.getpid(), signal.SIGSTOP),
     "loop": _loop,
     "corrupt": _corrupt,
-    "kill_supervisor": lambda injector: _signal(injector.supervisor_pid, signal.SIGKILL),
-    "sigterm": lambda injector: _signal(injector.supervisor_pid, signal.SIGTERM),
+    "kill_supervisor": lambda chaos: _signal(chaos.supervisor_pid, signal.SIGKILL),
+    "sigterm": lambda chaos: _signal(chaos.supervisor_pid, signal.SIGTERM),
 }
 
 

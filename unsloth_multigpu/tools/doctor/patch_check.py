@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
@@ -20,18 +19,6 @@ from unsloth_multigpu.wire.identity import RankIdentity
 _LIBRARIES = ("unsloth", "transformers", "accelerate", "peft", "datasets", "trl")
 # These import all modules for this machine themselves. Their other modules are for other machines and patch libraries.
 _EAGER = ("unsloth", "unsloth_zoo")
-# Errors that imports of large libraries raise. The parent process reports a crash.
-_IMPORT_ERRORS = (
-    ImportError,
-    RuntimeError,
-    AttributeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    NameError,
-    OSError,
-    SyntaxError,
-)
 
 
 def all_patches() -> list[Patch]:
@@ -53,7 +40,7 @@ def all_patches() -> list[Patch]:
         *TrainerHooks(session).patches(),
         # A device index other than the rank needs more patches.
         *patches_of_rank(session, torch.device("cuda", 1), SaveGate(0, session.open_manager)),
-        *notebook_patches(_not_in_a_run),
+        *notebook_patches(print),
     ]
 
 
@@ -95,15 +82,11 @@ def check_instance_seams() -> int:
     return sum(check_seam(seam, owners[seam.owner]) for seam in SEAMS.values())
 
 
-def _not_in_a_run(*args: Any) -> None:
-    raise SetupError("A patch was called in a check.", hint="Start a training with enable_multi_gpu().")
-
-
 def _import(name: str) -> str:
     """Imports a module and returns its error, "" = none. Raises an error of this package, also if it was wrapped."""
     try:
         importlib.import_module(name)
-    except _IMPORT_ERRORS as error:
+    except Exception as error:  # noqa: BLE001  # From any code of a library.
         link: BaseException | None = error
         while link is not None and not isinstance(link, MultiGPUError):
             link = link.__cause__ or link.__context__

@@ -178,7 +178,6 @@ def _values(answer: Answer) -> dict[str, Any]:
     forecasts = [
         {
             **asdict(row),
-            "overhead": dict(row.overhead),
             "total": row.total,
             "has_samples": answer.training.has_samples(row.num_ranks),
             "fits": None if device_bytes is None else fits(row, device_bytes),
