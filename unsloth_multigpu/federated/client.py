@@ -20,16 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError, FederatedError
-from unsloth_multigpu.federated.adapters import (
-    describe_adapter,
-    exchanged_buffers,
-    exchanged_tensors,
-    frozen_factors,
-    is_quantized,
-    not_projectable,
-    to_arrays,
-    write_arrays,
-)
+from unsloth_multigpu.federated import adapters
 from unsloth_multigpu.group.manager import find_accelerator
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.replicas import tensor_hashes
@@ -135,12 +126,12 @@ class _MessageHandler:
         built = self.model.build(visible_device())
         model, tensors = built.model, built.exchanged
         facts: dict[str, Any] = {
-            "adapter_config": describe_adapter(model),
-            "buffers": list(exchanged_buffers(model)),
-            "not_projectable": not_projectable(model, tensors),
+            "adapter_config": adapters.describe_adapter(model),
+            "buffers": list(adapters.exchanged_buffers(model)),
+            "not_projectable": adapters.not_projectable(model, tensors),
         }
-        frozen = to_arrays(frozen_factors(model, tensors))
-        content = RecordDict({"arrays": to_arrays(tensors), "frozen": frozen})
+        frozen = adapters.to_arrays(adapters.frozen_factors(model, tensors))
+        content = RecordDict({"arrays": adapters.to_arrays(tensors), "frozen": frozen})
         content["config"] = ConfigRecord(facts)
         return Message(content, reply_to=message)
 
@@ -257,7 +248,7 @@ class ClientModel:
                 hint="Return only the model; create tokenizer and data in train_fn.",
             )
         is_on_cpu = all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
-        if is_on_cpu and not getattr(model, "hf_device_map", None) and not is_quantized(model):
+        if is_on_cpu and not getattr(model, "hf_device_map", None) and not adapters.is_quantized(model):
             model.to(device)
         self._built = BuiltModel(model)
         return self._built
@@ -269,7 +260,7 @@ class ClientModel:
         """
         built = self.build(device)
         built.reset()
-        write_arrays(built.exchanged, arrays)
+        adapters.write_arrays(built.exchanged, arrays)
         return built.model
 
     def read(self) -> ArrayRecord:
@@ -278,7 +269,8 @@ class ClientModel:
         Integers and bools become float64, because some strategies subtract or scale arrays or add noise in place.
         """
         tensors = self._built.current() if self._built else {}
-        return to_arrays({n: v if v.is_floating_point() or v.is_complex() else v.double() for n, v in tensors.items()})
+        numbers = {n: v if v.is_floating_point() or v.is_complex() else v.double() for n, v in tensors.items()}
+        return adapters.to_arrays(numbers)
 
     def release(self) -> list[str]:
         """Frees what a client left. Returns tensors that `reset` cannot restore; then the model will be built again."""
@@ -300,7 +292,7 @@ class BuiltModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.exchanged = exchanged_tensors(model)
+        self.exchanged = adapters.exchanged_tensors(model)
         self._shapes = {name: tuple(value.shape) for name, value in self.exchanged.items()}
         self._trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
@@ -309,7 +301,7 @@ class BuiltModel:
         buffers = dict(model.named_buffers())
         self._tensors = {**buffers, **dict(model.named_parameters())}
         # Not of a quantized model, whose base weights may be buffers.
-        fixed = {} if is_quantized(model) else buffers
+        fixed = {} if adapters.is_quantized(model) else buffers
         self._caches = [
             (value, value.detach().to("cpu", copy=True))
             for name, value in fixed.items()

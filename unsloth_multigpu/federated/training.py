@@ -22,36 +22,12 @@ from torch import nn
 
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError
+from unsloth_multigpu.federated import flower_strategy, rounds
 from unsloth_multigpu.federated.adapters import adapter_settings, save_adapter
 from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
 from unsloth_multigpu.federated.client import ClientModel, client_seed, make_client_app, to_metrics
-from unsloth_multigpu.federated.flower_strategy import (
-    Kind,
-    check_replies,
-    check_strategy,
-    checked_strategy,
-    describe,
-    has_server_optimizer,
-    is_weighted_mean,
-    like,
-    quiet_flower,
-    weight_key,
-    weight_of,
-)
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 from unsloth_multigpu.federated.placement import choose_devices
-from unsloth_multigpu.federated.rounds import (
-    FederatedReport,
-    FederatedResult,
-    RoundReport,
-    SavedRound,
-    device_reports,
-    open_folder,
-    pack_strategy,
-    read_round,
-    refuse_difference,
-    write_round,
-)
 from unsloth_multigpu.federated.server import FitOptions, ServerOptions
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.logs import Console, get_logger
@@ -80,14 +56,14 @@ class FederatedServer:
         strategy_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.options = options
-        self.new_strategy = functools.partial(checked_strategy, strategy, strategy_kwargs)
+        self.new_strategy = functools.partial(flower_strategy.checked_strategy, strategy, strategy_kwargs)
         first = self.new_strategy()
-        if options.lora_aggregation != "mean" and not is_weighted_mean(first):
+        if options.lora_aggregation != "mean" and not flower_strategy.is_weighted_mean(first):
             fact = f"{type(first).__name__} does not compute the example-weighted mean, as FedAvg does"
             raise _no_projection(fact)
         functions = (options.model_builder, options.train_fn, options.evaluate_fn)
         self.client_app = make_client_app(*functions, server_id=options.server_id, seed=options.seed)
-        self.description = describe(first)
+        self.description = flower_strategy.describe(first)
         self._grid: ProcessGrid | None = None
         self._training: Training | None = None
 
@@ -102,7 +78,7 @@ class FederatedServer:
         resume: Literal["auto"] | None = None,
         min_success: float = 0.0,
         round_timeout_s: float = 3600.0,
-    ) -> FederatedResult:
+    ) -> rounds.FederatedResult:
         """Trains from the initial weights, or resumes from a saved round.
 
         The result depends only on the seed and the clients, and not on the number of processes or the devices and order
@@ -236,9 +212,9 @@ class Training:
         self.arrays = ArrayRecord()
         self._server, self._grid, self._options, self._known_start = server, grid, options, start
         self._strategy = server.new_strategy()
-        check_strategy(self._strategy, options.num_clients)
+        flower_strategy.check_strategy(self._strategy, options.num_clients)
         self._model = ClientModel(server.options.model_builder, server.options.seed)
-        self._reports: list[RoundReport] = []
+        self._reports: list[rounds.RoundReport] = []
         self._first_metrics: Mapping[str, Any] | None = None
         self._failures: list[str] = []
         facts = {name: getattr(server.options, name) for name in ("server_id", "seed", "lora_aggregation")}
@@ -246,25 +222,25 @@ class Training:
         facts |= {f"config[{name!r}]": value for name, value in (options.config or {}).items()}
         self._facts = {name: repr(value) for name, value in facts.items()}
 
-    def run(self) -> FederatedResult:
+    def run(self) -> rounds.FederatedResult:
         """Trains all rounds, or those after a saved round. Raises what `FederatedServer.fit` raises, and OSError."""
         begin_s, options = time.monotonic(), self._options
         folder = None if options.output_dir is None else Path(options.output_dir)
-        with open_folder(folder, options.resume) as newest:
-            saved = read_round(newest, self._facts, options.num_rounds) if newest else None
+        with rounds.open_folder(folder, options.resume) as newest:
+            saved = rounds.read_round(newest, self._facts, options.num_rounds) if newest else None
             self.start = self._known_start or ask_for_start(self._grid, options.round_timeout_s)
             if self._server.options.lora_aggregation == "project" and self.start.not_projectable:
                 raise _no_projection(self.start.not_projectable[0])
             self.arrays = self.start.arrays
             if newest and saved:
-                refuse_difference(newest, saved.adapter, adapter_settings(self.start.adapter_config))
+                rounds.refuse_difference(newest, saved.adapter, adapter_settings(self.start.adapter_config))
                 self.arrays, self._first_metrics = saved.arrays, saved.first_metrics
                 self._reports = list(saved.reports)
                 saved.restore(self._strategy)
                 _log.info("resumes after round=%d of %s", len(saved.reports), newest)
             self._grid.records = []  # The query of the initial state belongs to no round.
             startup_s = time.monotonic() - begin_s
-            with quiet_flower():
+            with flower_strategy.quiet_flower():
                 if self._first_metrics is None:
                     self._first_metrics = self._evaluated(0)
                 for number in range(len(self._reports) + 1, options.num_rounds + 1):
@@ -274,7 +250,7 @@ class Training:
                     _log.info("%s", " ".join(f"{name}={text}" for name, text in self._reports[-1].row().items()))
         return self._result(startup_s)
 
-    def _result(self, startup_s: float) -> FederatedResult:
+    def _result(self, startup_s: float) -> rounds.FederatedResult:
         reports = tuple(self._reports)
         train, evaluate, server = (
             {report.server_round: MetricRecord(dict(m)) for report in reports if (m := getattr(report, name))}
@@ -283,12 +259,12 @@ class Training:
         if self._first_metrics:
             server = {0: MetricRecord(dict(self._first_metrics)), **server}
         server_id, num_slots = self._server.options.server_id, len(self._grid.devices_of_slots)
-        return FederatedResult(
+        return rounds.FederatedResult(
             Result(self.arrays, train, evaluate, server),
-            FederatedReport(server_id, self._options.num_clients, num_slots, startup_s, reports),
+            rounds.FederatedReport(server_id, self._options.num_clients, num_slots, startup_s, reports),
         )
 
-    def _round(self, number: int) -> RoundReport:
+    def _round(self, number: int) -> rounds.RoundReport:
         begin_s, self._failures = time.monotonic(), []
         found = self._train(number)
         if self._server.options.evaluate_fn is not None and (replies := self._ask("evaluate", number)):
@@ -296,10 +272,10 @@ class Training:
                 found["evaluate_metrics"] = dict(self._strategy.aggregate_evaluate(number, replies) or {})
         found["server_metrics"] = self._evaluated(number)
         records, self._grid.records = self._grid.records, []
-        found["devices"] = device_reports(self._grid.devices_of_slots, records)
+        found["devices"] = rounds.device_reports(self._grid.devices_of_slots, records)
         again = [record for record in records if record.attempts > 1 and not record.error]
         self._failures += [f"client {r.client_id}: {r.kind} needed {r.attempts} attempts" for r in again]
-        return RoundReport(number, time.monotonic() - begin_s, failures=tuple(self._failures), **found)
+        return rounds.RoundReport(number, time.monotonic() - begin_s, failures=tuple(self._failures), **found)
 
     def _train(self, number: int) -> dict[str, Any]:
         """Runs and aggregates the clients' training. Returns fields of the `RoundReport`."""
@@ -307,7 +283,8 @@ class Training:
         contents = [reply.content for reply in replies if reply.has_content()]
         # Copies of the records, because some strategies empty the replies.
         kept = [ArrayRecord(dict(next(iter(c.array_records.values()), ArrayRecord()))) for c in contents]
-        weights = [weight_of(content, weight_key(self._strategy)) for content in contents]
+        key = flower_strategy.weight_key(self._strategy)
+        weights = [flower_strategy.weight_of(content, key) for content in contents]
         with self._named(number, "aggregate_train"):
             arrays, metrics = self._strategy.aggregate_train(number, replies)
         found: dict[str, Any] = {"num_examples": 0, "train_metrics": dict(metrics or {})}
@@ -316,28 +293,28 @@ class Training:
                 name = type(self._strategy).__name__
                 self._failures.append(f"{name} used no reply, so the weights are unchanged")
             return found
-        if is_weighted_mean(self._strategy):
+        if flower_strategy.is_weighted_mean(self._strategy):
             mode = self._server.options.lora_aggregation
             arrays, found["lora_remainder"] = aggregate_lora(kept, weights, arrays, mode=mode)
-        elif has_server_optimizer(self._strategy) and self.start.buffers:
+        elif flower_strategy.has_server_optimizer(self._strategy) and self.start.buffers:
             # A server optimizer could make a running variance negative.
             arrays = ArrayRecord({**arrays, **weighted_mean(kept, weights, self.start.buffers)})
-        self.arrays = like(arrays, self.arrays)
+        self.arrays = flower_strategy.like(arrays, self.arrays)
         return found | {"num_examples": int(sum(weights))}
 
-    def _ask(self, kind: Kind, number: int) -> list[Message]:
+    def _ask(self, kind: flower_strategy.Kind, number: int) -> list[Message]:
         """Sends the global arrays to the clients that the strategy selects. Returns the checked replies."""
         step = f"configure_{kind}"
         config = ConfigRecord(dict(self._options.config or {}))
         with self._named(number, step), seeded_draws(client_seed(self._server.options.seed, number, kind)):
             messages = list(getattr(self._strategy, step)(number, self.arrays, config, self._grid))
         messages.sort(key=lambda message: message.metadata.dst_node_id)
-        checked, failures = check_replies(
+        checked, failures = flower_strategy.check_replies(
             self._grid.send_and_receive(messages, timeout=self._options.round_timeout_s),
             kind,
             number,
             min_success=self._options.min_success,
-            weight_key=weight_key(self._strategy),
+            weight_key=flower_strategy.weight_key(self._strategy),
         )
         self._failures += failures
         return checked
@@ -356,9 +333,9 @@ class Training:
                 _log.warning(text, changed[0], len(changed) - 1)
 
     def _save(self, folder: Path) -> None:
-        packed, left_out = pack_strategy(self._strategy)
+        packed, left_out = rounds.pack_strategy(self._strategy)
         first, adapter = self._first_metrics or {}, adapter_settings(self.start.adapter_config)
-        write_round(folder, SavedRound(self.arrays, self._reports, first, packed, self._facts, adapter))
+        rounds.write_round(folder, rounds.SavedRound(self.arrays, self._reports, first, packed, self._facts, adapter))
         if left_out and len(self._reports) == 1:
             _log.warning("not saved, so a resumed training starts with its initial value: %s", ", ".join(left_out))
 

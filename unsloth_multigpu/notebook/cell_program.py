@@ -17,19 +17,10 @@ import torch.distributed as dist
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager, local_device
 from unsloth_multigpu.launch.rank import enter_notebook
+from unsloth_multigpu.notebook import recovery
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.kernel_share import Publisher, Receiver
-from unsloth_multigpu.notebook.recovery import (
-    Trainings,
-    abort_group,
-    become_one_process,
-    close_group,
-    lose_all,
-    open_group,
-    rejoin,
-    store_of_group,
-)
 from unsloth_multigpu.program import Program
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.train.loop import Loop
@@ -51,7 +42,7 @@ class CellProgram(Program):
         super().__init__()
         self._sharer = sharer
         self._session: Session | None = None
-        self._trainings: Trainings | None = None
+        self._trainings: recovery.Trainings | None = None
         self._num_finished = 0
 
     @property
@@ -60,7 +51,7 @@ class CellProgram(Program):
         return None if self._session is None or self._session.is_closed else self._session
 
     @property
-    def trainings(self) -> Trainings | None:
+    def trainings(self) -> recovery.Trainings | None:
         """The Trainers of this session; None without an open session."""
         return None if self.session is None else self._trainings
 
@@ -69,10 +60,10 @@ class CellProgram(Program):
         self._session, config = session, session.config
         # Must be equal on all ranks: a failed call of enable_multi_gpu() may have counted on some of them only.
         session.index = 0
-        self._trainings = Trainings()
-        session.on_close.callback(become_one_process)
+        self._trainings = recovery.Trainings()
+        session.on_close.callback(recovery.become_one_process)
         session.on_close.callback(self._trainings.retire)
-        session.on_close.callback(lose_all)
+        session.on_close.callback(recovery.lose_all)
         assert session.context.run_dir is not None
         session.beat, end_pulse = enter_notebook(session.identity, session.context.run_dir)
         session.on_close.callback(end_pulse)
@@ -80,7 +71,7 @@ class CellProgram(Program):
 
     def prepare(self, manager: DDPManager) -> None:
         """Lets the manager use the store of the process group, which changes with each group."""
-        manager.connect_store = store_of_group
+        manager.connect_store = recovery.store_of_group
         manager.is_abandoned = lambda: self._sharer.is_abandoned
 
     def can_exchange(self) -> bool:
@@ -117,14 +108,14 @@ class CellProgram(Program):
         if trainings is not None:
             trainings.retire()
         # Pending collectives would block the end of the old group.
-        abort_group(order["pids"])
-        close_group()
+        recovery.abort_group(order["pids"])
+        recovery.close_group()
         run_dir = RunContext.read(os.environ).run_dir
         assert run_dir is not None
-        open_group(Path(run_dir), order["generation"], order["backend"], order["timeout_s"])
+        recovery.open_group(Path(run_dir), order["generation"], order["backend"], order["timeout_s"])
         if session is None or trainings is None:
             return
-        rejoin()
+        recovery.rejoin()
         session.renew_manager()
         self._num_begun, self._num_finished = order["num_trainings"]
         if order["sends_weights"]:

@@ -160,14 +160,11 @@ class Kernel:
         if self.cell is not None and self.cell.main == "runs":
             self.cell.is_stop_missed = True
 
-    def wait_until_ready(self, limit_s: float) -> None:
-        """Waits until every worker accepts messages.
+    def wait_for(self, condition: Callable[[WorkerProcess], bool], what: str, limit_s: float) -> None:
+        """Waits until every worker fulfils a condition.
 
         Raises DistributedError if a worker has ended, LaunchError if one needs longer than `limit_s`.
         """
-        self._wait_for(lambda worker: worker.is_ready, "starting the workers", limit_s)
-
-    def _wait_for(self, condition: Callable[[WorkerProcess], bool], what: str, limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s
         with self.changed:
             while not all(condition(worker) for worker in self.workers):
@@ -193,7 +190,7 @@ class Kernel:
         fields = {"source": source, "execution_count": execution_count, "has_line": has_line}
         self.send("cell", cell_number=cell_number, **fields)
         what = "running an earlier cell again"
-        self._wait_for(lambda w: cell_number in w.ended or (has_line and w.is_ready), what, limit_s)
+        self.wait_for(lambda w: cell_number in w.ended or (has_line and w.is_ready), what, limit_s)
         for worker in self.workers:
             message = worker.ended.get(cell_number)
             if message is not None and (message["error"] or has_line):

@@ -7,7 +7,6 @@ Imported inside functions only.
 
 from __future__ import annotations
 
-import abc
 import functools
 import os
 import sys
@@ -59,7 +58,7 @@ class LeftAloneError(DistributedError):
     """Rank 0 has left the cell without computing a value that this rank waits for."""
 
 
-class Sharer(abc.ABC):
+class Sharer:
     """What both sides of a shared value have.
 
     The key of a value is its kind, which includes the text of the command, and the count of that kind in the cell.
@@ -88,10 +87,6 @@ class Sharer(abc.ABC):
         finally:
             self._depth = max(0, self._depth - 1)
             self.is_apart = before
-
-    @abc.abstractmethod
-    def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
-        """Returns a value that `make` computes on rank 0."""
 
     def _next_key(self, kind: str) -> str:
         self._counts[kind] += 1
@@ -287,7 +282,9 @@ def is_rank_0_magic(kind: str, name: str, magic: Any) -> bool:
 
 
 @contextmanager
-def done_by_rank_0(shell: Any, sharer: Sharer, variables_before: Mapping[str, str | None]) -> Iterator[None]:
+def done_by_rank_0(
+    shell: Any, sharer: Publisher | Receiver, variables_before: Mapping[str, str | None]
+) -> Iterator[None]:
     """Within the context, the shell runs commands and magics on rank 0 only, and the other ranks get the results.
 
     `sharer` sends the results on rank 0, and waits for them on other ranks. Programs that are started see

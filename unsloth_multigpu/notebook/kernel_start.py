@@ -178,7 +178,9 @@ class Notebook:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         # Of this rank's share of the cores: the kernel was started with threads for all of them.
         torch.set_num_threads(threads_of_each(num_ranks))
-        stack.callback(self._close_group)
+        stack.callback(close_group)
+        # First, because NCCL would wait for the other ranks, which exit without closing the group.
+        stack.callback(abort_group, self.kernel.pids)
         stack.callback(Monitor(self.kernel, self.run_dir, config.hang_timeout_s).close)
         self.kernel_shell = KernelShell(shell, self.kernel, self.after_cell, before, run)
         stack.callback(self.kernel_shell.close)
@@ -191,7 +193,7 @@ class Notebook:
 
     def replay(self, cells: Sequence[str]) -> None:
         """Runs the cells of this kernel on the workers, the last one up to the line. There is no process group yet."""
-        self.kernel.wait_until_ready(_START_LIMIT_S)
+        self.kernel.wait_for(lambda worker: worker.is_ready, "starting the workers", _START_LIMIT_S)
         for number, source in enumerate(cells, 1):
             if source.strip():
                 has_line = number == len(cells)
@@ -264,10 +266,6 @@ class Notebook:
             raise shown from error
         if (shown := self.kernel.finish(None)) is not None:
             raise shown
-
-    def _close_group(self) -> None:
-        abort_group(self.kernel.pids)  # NCCL would wait for the other ranks, which exit without closing the group.
-        close_group()
 
     def _leave(self) -> None:
         """Called when the kernel exits: kills the workers."""
