@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.shard import count
-from unsloth_multigpu.shard.count import Rows, count_step, describe, micro_batch
+from unsloth_multigpu.shard.count import count_step, describe, forecasts, micro_batch
 from unsloth_multigpu.shard.fake import ByteCounter, fake_memory
 from unsloth_multigpu.shard.memory import StepBytes
 from unsloth_multigpu.shard.script_probe import make_model, meta_patches
@@ -270,7 +270,7 @@ def test_step_that_needs_values_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(LlamaForCausalLM(LlamaConfig(**SIZES)), tmp_path, "full")
     trainer.__class__ = Needs
     with pytest.raises(SetupError, match="LlamaForCausalLM: the first step cannot be run on tensors without values"):
-        Rows(trainer, describe(trainer)).forecast("ddp", 1)
+        next(forecasts(trainer, describe(trainer), [("ddp", 1)]))
 
 
 def test_longest_sample_is_in_the_batch_and_the_shortest_pads_it(tmp_path: Path) -> None:

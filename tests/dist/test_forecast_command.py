@@ -7,21 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, Finished, orphans, run_python
+from tests.helpers.run import BARE, Finished, run_command
 
 SCRIPT = Path(__file__).parent / "scripts" / "verify_me.py"
-FORECAST = ["-m", "unsloth_multigpu.cli.main", "forecast", "--steps", "10"]
 
 
 def forecast(folder: Path, fault: str, *options: str) -> Finished:
-    scratch = folder / "scratch"
-    scratch.mkdir()
     script = [SCRIPT, "--rows", "225", "--fault", fault]
     # Its loss, which is a script's own, hands on to transformers'.
-    env = {**BARE, "TMPDIR": str(scratch), "UNSLOTH_MULTIGPU_LOSS_REDUCTION": "token_sum"}
-    run = run_python([*FORECAST, *options, "--", *script], folder, env)
-    assert [path.name for path in scratch.iterdir() if path.name.startswith("unsloth_multigpu")] == []
-    assert orphans(str(scratch)) == []
+    env = {**BARE, "UNSLOTH_MULTIGPU_LOSS_REDUCTION": "token_sum"}
+    run = run_command("forecast", "--steps", "10", *options, "--", *script, folder=folder, env=env)
     assert not (folder / "saved").exists()
     assert [path.name for path in (folder / "out").glob("checkpoint*")] == []
     return run

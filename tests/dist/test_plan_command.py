@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from tests.helpers.run import PLAIN, Finished, hide, orphans, run_python
+from tests.helpers.run import PLAIN, Finished, hide, run_command
 
 SCRIPT = [str(Path(__file__).parent / "scripts" / "plan_me.py"), "model"]
-PLAN = ["-m", "unsloth_multigpu.cli.main", "plan"]
 LAYERS, HIDDEN, INNER, VOCABULARY = 2, 64, 176, 1000
 # Of a layer: inputs and outputs of its matrices; of all layers, the elements of these.
 FEATURES = [HIDDEN + HIDDEN] * 2 + [HIDDEN + HIDDEN // 2] * 2 + [HIDDEN + INNER] * 3
@@ -33,12 +32,8 @@ def plan(folder: Path, program: list[str], *options: str, **variables: str) -> F
         dtype="bfloat16",
     )
     config.save_pretrained(folder / "model")
-    scratch = folder / "scratch"
-    scratch.mkdir()
-    run = run_python([*PLAN, *options, *program], folder, {**PLAIN, "TMPDIR": str(scratch), **variables})
+    run = run_command("plan", *options, *program, folder=folder, env={**PLAIN, **variables})
     assert "the script has gone on" not in run.out
-    assert [path.name for path in scratch.iterdir() if path.name.startswith("unsloth_multigpu")] == []
-    assert orphans(str(scratch)) == []
     return run
 
 

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, finish, orphans, run_python, start, wait_until
+from tests.helpers.run import BARE, finish, orphans, run_command, start, wait_until
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.step.comparison import times_in_words
 from unsloth_multigpu.tools.verify.receipt import show
 
 SCRIPT = Path(__file__).parent / "scripts" / "verify_me.py"
-VERIFY = ["-m", "unsloth_multigpu.cli.main", "verify"]
 
 
 def verify(folder: Path, *arguments: object):
@@ -25,13 +24,7 @@ def verify(folder: Path, *arguments: object):
     if not (folder / "train.py").exists():
         shutil.copy(SCRIPT, folder / "train.py")
     shutil.copy(SCRIPT.with_name("tiny_llama.py"), folder)
-    scratch = folder / "scratch"
-    scratch.mkdir()
-    run = run_python([*VERIFY, *map(str, arguments)], folder, {**BARE, "TMPDIR": str(scratch)})
-    left = [path.name for path in scratch.iterdir() if path.name.startswith("unsloth_multigpu")]
-    assert left == [], run.err
-    assert orphans(str(folder)) == []
-    return run
+    return run_command("verify", *arguments, folder=folder, env=BARE)
 
 
 def shown(receipt: dict) -> str:
@@ -148,7 +141,9 @@ def test_stuck_and_stopped_runs_are_ended(tmp_path):
     assert "The end of its output:\n" in run.err
     # By SIGTERM, which the whole run must hear of.
     (tmp_path / "train.py").write_text("import time\nopen('here', 'w').close()\ntime.sleep(600)\n")
-    process = start([*VERIFY, "train.py"], tmp_path, {"TMPDIR": str(tmp_path / "scratch")})
+    process = start(
+        ["-m", "unsloth_multigpu.cli.main", "verify", "train.py"], tmp_path, {"TMPDIR": str(tmp_path / "scratch")}
+    )
     wait_until((tmp_path / "here").exists, 60, "the script")
     process.send_signal(signal.SIGTERM)
     assert finish(process).code == 128 + signal.SIGTERM

@@ -97,6 +97,17 @@ def run_well(arguments: Sequence[str | os.PathLike[str]], cwd: Path, env: Mappin
     return run
 
 
+def run_command(*arguments: object, folder: Path, env: Mapping[str, str]) -> Finished:
+    """`unsloth-multigpu arguments...` in a folder, with temporary files in its `scratch`. It may leave nothing behind."""
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    command = ["-m", "unsloth_multigpu.cli.main", *map(str, arguments)]
+    run = run_python(command, folder, {**env, "TMPDIR": str(scratch)})
+    assert [path.name for path in scratch.glob("unsloth_multigpu*")] == [], run.err
+    assert orphans(str(folder)) == []
+    return run
+
+
 def free_port() -> int:
     """Of this machine. It is below those that Linux gives to connections, so that only a test's choice can take it."""
     while True:

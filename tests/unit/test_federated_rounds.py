@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import (
 
 from tests.helpers.answering_grid import LocalGrid
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
-from unsloth_multigpu.federated.flower_strategy import check_strategy, checked_strategy, layers_of, make_strategy
+from unsloth_multigpu.federated.flower_strategy import check_strategy, checked_strategy, make_strategy
 from unsloth_multigpu.federated.rounds import rounds_in
 from unsloth_multigpu.federated.server import FitOptions, ServerOptions
 from unsloth_multigpu.federated.training import FederatedServer, Start, Training
@@ -268,6 +268,10 @@ def test_damaged_round_is_passed_over(tmp_path, caplog):
 PRIVATE = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "num_sampled_clients": 3}
 
 
+def clipping(inner):
+    return DifferentialPrivacyServerSideFixedClipping(inner, **PRIVATE)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "fact"),
     [
@@ -285,35 +289,30 @@ def test_wrong_arguments_are_named(name, settings, fact):
         checked_strategy(name, settings)
 
 
-def test_named_strategy_works_with_one_client_and_flowers_default_is_refused():
-    check_strategy(make_strategy("fedavg", {}), 1)
-    with pytest.raises(ConfigError, match=r"min_train_nodes=2 of FedAvg, but num_clients=1: it would wait forever"):
-        check_strategy(FedAvg(), 1)
-    check_strategy(FedAvg(), 2)
+class Loop(FedAvg):
+    def start(self, *args, **kwargs):
+        return None
 
 
-def test_strategy_inside_another_is_checked_too():
-    inner = FedAvg(min_available_nodes=5)
-    outer = DifferentialPrivacyServerSideFixedClipping(inner, **PRIVATE)
-    assert list(layers_of(outer)) == [outer, inner]
-    with pytest.raises(ConfigError, match="min_available_nodes=5 of FedAvg, but num_clients=4"):
-        check_strategy(outer, 4)
-    with pytest.raises(ConfigError, match="num_sampled_clients=3 of DifferentialPrivacyServer"):
-        check_strategy(DifferentialPrivacyServerSideFixedClipping(FedAvg(), **PRIVATE), 2)
+@pytest.mark.parametrize(
+    ("strategy", "num_clients", "fact"),
+    [
+        (FedAvg(), 1, "min_train_nodes=2 of FedAvg, but num_clients=1: it would wait forever"),
+        (clipping(FedAvg(min_available_nodes=5)), 4, "min_available_nodes=5 of FedAvg, but num_clients=4"),
+        (clipping(FedAvg()), 2, "num_sampled_clients=3 of DifferentialPrivacyServer"),
+        (Loop(), 2, r"Loop has a start\(\) of its own"),
+    ],
+)
+def test_strategy_that_would_wait_or_has_a_loop_is_refused_also_inside_another(strategy, num_clients, fact):
+    with pytest.raises(ConfigError, match=fact):
+        check_strategy(strategy, num_clients)
+    for good, enough in ((make_strategy("fedavg", {}), 1), (FedAvg(), 2), (clipping(FedAvg()), 3)):
+        check_strategy(good, enough)
 
 
 def test_clipping_by_clients_needs_their_mod():
-    good = DifferentialPrivacyServerSideFixedClipping(FedAvg(), **PRIVATE)
+    good = clipping(FedAvg())
     assert checked_strategy(good, None) is good
     with pytest.raises(ConfigError, match="ClientSideFixedClipping needs clients that clip their updates") as error:
         checked_strategy(DifferentialPrivacyClientSideFixedClipping(FedAvg(), **PRIVATE), None)
     assert "DifferentialPrivacyServerSideFixedClipping" in error.value.hint
-
-
-def test_strategy_with_a_loop_of_its_own_is_refused():
-    class Loop(FedAvg):
-        def start(self, *args, **kwargs):
-            return None
-
-    with pytest.raises(ConfigError, match=r"Loop has a start\(\) of its own"):
-        check_strategy(Loop(), 2)

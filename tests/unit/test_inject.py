@@ -101,7 +101,7 @@ def test_faults_are_written_as_text():
         with pytest.raises(ConfigError):
             parse_fault(text)
     chaos = tool_of(RunContext.read(fail_at("kill", 1, 5, folder="/somewhere", attempt=2)))
-    assert (chaos.folder, chaos.faults) == (Path("/somewhere"), [Fault("kill", 1, 5, attempt=2)])
+    assert (chaos._folder, chaos._all) == (Path("/somewhere"), [Fault("kill", 1, 5, attempt=2)])
     assert type(tool_of(RunContext.read({}))) is Tool
     # Every kind is planted, in a step of the training.
     assert {fault.kind for fault in all_faults(12, 2)} == set(KINDS)

@@ -74,9 +74,9 @@ def test_decision_and_its_line():
 
 
 def test_optimizer_that_needs_whole_weights_is_no_way_out():
-    why = ("optim='adamw_8bit' does not train sharded weights", "Set optim='adamw_torch_fused'.")
+    why = ("optim='adamw_8bit' cannot train weights that are sharded", "Set optim='adamw_torch_fused'.")
     training = replace(TRAINING, optimizer="adamw_8bit", only_whole=why)
-    with pytest.raises(SetupError, match="optim='adamw_8bit' does not train sharded weights"):
+    with pytest.raises(SetupError, match="optim='adamw_8bit' cannot train weights that are sharded"):
         decide(training, [of_total("ddp", 8, 140)], 80 * GIB)
 
 

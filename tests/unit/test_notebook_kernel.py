@@ -61,7 +61,7 @@ def kernel(start_worker, tmp_path):
     """A kernel with a worker that does nothing in a cell, and its monitor."""
     kernel = Kernel([start_worker()], lambda: -1)
     monitor = Monitor(kernel, tmp_path, 0.0)
-    kernel.wait_until_ready(30.0)
+    kernel.wait_for(lambda worker: worker.is_ready, "starting", 30.0)
     yield kernel
     monitor.close()
 
