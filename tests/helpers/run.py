@@ -98,7 +98,7 @@ def run_well(arguments: Sequence[str | os.PathLike[str]], cwd: Path, env: Mappin
 
 
 def run_command(*arguments: object, folder: Path, env: Mapping[str, str]) -> Finished:
-    """`unsloth-multigpu arguments...` in a folder, with temporary files in its `scratch`. It may leave nothing behind."""
+    """`unsloth-multigpu arguments...` in a folder, with temporary files in its `scratch`. It leaves nothing behind."""
     scratch = folder / "scratch"
     scratch.mkdir()
     command = ["-m", "unsloth_multigpu.cli.main", *map(str, arguments)]
