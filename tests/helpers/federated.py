@@ -36,7 +36,7 @@ def train(message, context):
     is_again = marker.exists() and marker.is_file()
     if marker.is_absolute() and not is_again and str(marker) != "/dev/null":
         marker.write_text(str(os.getpid()))
-    size = DO[config["do"]](is_again)
+    size = globals()[config["do"]](is_again)
     client_id = context.node_config["partition-id"]
     print(f"client {client_id} prints \u00e4")
     facts = {name: os.environ.get(name, "-") for name in NAMES}
@@ -53,27 +53,25 @@ def query(message, context):
     return None
 
 
-def echo(is_again: bool) -> int:
-    return 0
+def echo(is_again: bool):
+    """Nothing more."""
 
 
-def large(is_again: bool) -> int:
+def large(is_again: bool):
     return 10**7
 
 
-def kill_once(is_again: bool) -> int:
+def kill_once(is_again: bool):
     if not is_again:
         os.kill(os.getpid(), signal.SIGKILL)
-    return 0
 
 
-def kill(is_again: bool) -> int:
+def kill(is_again: bool):
     print("about to end")
     os.kill(os.getpid(), signal.SIGKILL)
-    return 0
 
 
-def lose_device_once(is_again: bool) -> int:
+def lose_device_once(is_again: bool):
     from unsloth_multigpu.federated import client_worker as worker
 
     def check_device(kind: str) -> None:
@@ -82,38 +80,29 @@ def lose_device_once(is_again: bool) -> int:
     if not is_again:
         worker.check_device = check_device
         raise RuntimeError("CUDA error: unspecified launch failure")
-    return 0
 
 
-def fail(is_again: bool) -> int:
+def fail(is_again: bool):
     raise ValueError("no data\nfor me")
 
 
-def leave(is_again: bool) -> int:
+def leave(is_again: bool):
     sys.exit(3)
 
 
-def hang(is_again: bool) -> int:
+def hang(is_again: bool):
     threading.Event().wait()
-    return 0
 
 
-def start_others(is_again: bool) -> int:
+def start_others(is_again: bool):
     # What a client leaves behind: a DataLoader's workers, forked with all that the slot has open, and a program.
     loader = iter(DataLoader(range(8), num_workers=1, multiprocessing_context="fork", persistent_workers=True))
     next(loader)
     KEPT.append(loader)
     KEPT.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", os.environ["MARKER"]]))
-    return 0
 
 
-def start_others_and_hang(is_again: bool) -> int:
+def start_others_and_hang(is_again: bool):
     start_others(is_again)
     Path(os.environ["MARKER"]).write_text(str(os.getpid()))
-    return hang(is_again)
-
-
-DO = {
-    f.__name__: f
-    for f in (echo, large, kill_once, kill, lose_device_once, fail, leave, hang, start_others, start_others_and_hang)
-}
+    hang(is_again)

@@ -79,10 +79,6 @@ def llava():
     return model, rows, {}
 
 
-def numbers():
-    return [{"x": torch.rand(6, generator=draw), "labels": torch.rand(6, generator=draw)} for _ in range(11)]
-
-
 def hooked():
     model, rows, _ = llama()
     model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
@@ -122,7 +118,8 @@ class Picky(torch.nn.Module):
 
 
 def picky():
-    return Picky(), numbers()[:8], {}
+    rows = [{name: torch.rand(6, generator=draw) for name in ("x", "labels")} for _ in range(8)]
+    return Picky(), rows, {}
 
 
 class ByHand(Trainer):
