@@ -8,16 +8,17 @@ import pytest
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch.engine import Place, start_ranks
+from unsloth_multigpu.launch.engine import start_ranks
 from unsloth_multigpu.wire.child import find_marked
+from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import is_alive
 
-PLACE = Place(4, 8, 1, "10.0.0.1", 29500)
-NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+FIRST = RankIdentity(4, 0, 8, 2, "unsloth_multigpu", "10.0.0.1", 29500)
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def begin(script, num_ranks, folder):
-    return start_ranks([sys.executable, "-c", script], num_ranks, PLACE, {**os.environ, "HERE": str(folder)}, folder)
+def begin(script, folder):
+    return start_ranks([sys.executable, "-c", script], FIRST, {**os.environ, "HERE": str(folder)}, folder)
 
 
 def test_ranks_know_their_place_and_only_the_first_has_the_terminal(tmp_path, capfd):
@@ -26,11 +27,11 @@ def test_ranks_know_their_place_and_only_the_first_has_the_terminal(tmp_path, ca
         "reads_nothing = os.readlink('/proc/self/fd/0') == '/dev/null'\n"
         f"print(*[os.environ[n] for n in {NAMES}], os.getsid(0) == os.getpid(), reads_nothing)\n"
     )
-    with begin(script, 2, tmp_path) as ranks:
+    with begin(script, tmp_path) as ranks:
         wait_until(lambda: not ranks.living(), 60, "end of the ranks")
         assert ranks.exit_codes == {4: 0, 5: 0}
-    assert capfd.readouterr().out.startswith("4 0 8 2 1 10.0.0.1 29500 True ")
-    assert (tmp_path / "rank_5.log").read_text() == "5 1 8 2 1 10.0.0.1 29500 True True\n"
+    assert capfd.readouterr().out.startswith("4 0 8 2 10.0.0.1 29500 True ")
+    assert (tmp_path / "rank_5.log").read_text() == "5 1 8 2 10.0.0.1 29500 True True\n"
     assert (tmp_path / "rank_5.log").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "rank_4.log").exists()
 
@@ -48,7 +49,7 @@ time.sleep(100)
 
 def test_signals_reach_what_a_rank_has_started_and_nothing_is_left_behind(tmp_path):
     files = [tmp_path / f"child_{rank}" for rank in (4, 5)]
-    with begin(CHILD, 2, tmp_path) as ranks:
+    with begin(CHILD, tmp_path) as ranks:
         wait_until(lambda: all(f.exists() and f.read_text().endswith("\n") for f in files), 60, "children")
         pids = [int(file.read_text()) for file in files]
         ranks.send(signal.SIGTERM)
@@ -65,6 +66,6 @@ def test_link_in_the_place_of_a_log_is_not_followed_and_no_rank_is_left(tmp_path
     victim = tmp_path / "victim"
     (tmp_path / "rank_5.log").symlink_to(victim)
     with pytest.raises(LaunchError, match=r"rank 5 could not be started: .*symbolic link"):
-        begin("import time; time.sleep(100)", 2, tmp_path)
+        begin("import time; time.sleep(100)", tmp_path)
     assert not victim.exists()
     assert find_marked(f"HERE={tmp_path}") == []

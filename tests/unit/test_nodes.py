@@ -54,7 +54,8 @@ def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_atte
     first, second = node(2), node(3)
     before = meet(first, second)
     # Rank 0 is on the node that serves, which came first.
-    assert [(place.node, place.first_rank, place.world_size) for place in before] == [(0, 0, 5), (1, 2, 5)]
+    assert [(place.rank, place.local_world_size, place.world_size) for place in before] == [(0, 2, 5), (2, 3, 5)]
+    assert (first.node, second.node) == (0, 1)
     assert first.draws == second.draws  # Of one of the two.
     assert first.draws in ("of 2 ranks", "of 3 ranks")
     store_of_ranks(before).set("address of a rank", "x")
@@ -67,7 +68,7 @@ def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_atte
 def test_one_node_meets_nobody():
     with Meeting(MultiGPUConfig(), "id", 2) as alone:
         place = alone.meet(0, lambda: False)
-        assert (place.first_rank, place.world_size, place.node, place.master_addr) == (0, 2, 0, "127.0.0.1")
+        assert (place.rank, place.world_size, alone.node, place.master_addr) == (0, 2, 0, "127.0.0.1")
         assert (alone.trouble(), alone.unheard_s(), alone.finish(lambda: False)) == ("", {}, "")
     assert not alone._thread.is_alive()
 
@@ -77,7 +78,7 @@ def test_two_nodes_with_one_place_are_an_error(node):
     with pytest.raises(LaunchError, match="node_rank=0 cannot listen at rdzv_endpoint="):
         node(node_rank=0)
     first = node(node_rank=1)
-    wait_until(lambda: first._node == 1, 20, "the place of the first")
+    wait_until(lambda: first.node == 1, 20, "the place of the first")
     with pytest.raises(LaunchError, match="node_rank=1 is taken, or more than nnodes=2 nodes are in the run 'job'"):
         node(node_rank=1).meet(0, lambda: False)
 

@@ -7,29 +7,12 @@ import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.wire.child import kill_rank, start_process, wait_after_kill
 from unsloth_multigpu.wire.identity import RankIdentity
-
-
-@dataclass(frozen=True)
-class Place:
-    """The ranks of node number `node` among the `world_size` ranks of all nodes, and the address of their store."""
-
-    first_rank: int
-    world_size: int
-    node: int
-    master_addr: str
-    master_port: int
-
-    def variables(self, local_rank: int, num_ranks: int) -> dict[str, str]:
-        """Returns torchrun's variables for one rank."""
-        numbers = (self.first_rank + local_rank, local_rank, self.world_size, num_ranks)
-        identity = RankIdentity(*numbers, "unsloth_multigpu", self.master_addr, self.master_port)
-        return {**identity.variables(), "GROUP_RANK": str(self.node)}
 
 
 @dataclass(eq=False, repr=False)
@@ -70,10 +53,8 @@ class Ranks:
                         os.killpg(pid, signal_number)
 
 
-def start_ranks(
-    command: Sequence[str], num_ranks: int, place: Place, environment: Mapping[str, str], log_dir: Path
-) -> Ranks:
-    """Starts the ranks of this node. The first one keeps the terminal; the others write to a log and have no stdin.
+def start_ranks(command: Sequence[str], first: RankIdentity, environment: Mapping[str, str], log_dir: Path) -> Ranks:
+    """Starts the ranks of this node. `first` keeps the terminal; the others write to a log and have no stdin.
 
     Raises:
         LaunchError: The system cannot start another process.
@@ -81,9 +62,9 @@ def start_ranks(
     processes: dict[int, subprocess.Popen[bytes]] = {}
     with ExitStack() as stack:
         ranks = stack.enter_context(Ranks(processes))
-        for local_rank in range(num_ranks):
-            rank = place.first_rank + local_rank
-            variables = {**environment, **place.variables(local_rank, num_ranks)}
+        for local_rank in range(first.local_world_size):
+            rank = first.rank + local_rank
+            variables = {**environment, **replace(first, rank=rank, local_rank=local_rank).variables()}
             log = None if local_rank == 0 else log_dir / f"rank_{rank}.log"
             try:
                 processes[rank] = start_process(command, variables, log)

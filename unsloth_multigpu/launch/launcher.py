@@ -98,20 +98,21 @@ class DDPLauncher:
 
     def _run_attempt(self, attempt: int, environment: Mapping[str, str]) -> int | None:
         """Runs the ranks once. Returns the exit code of the run, or None if the ranks are to be restarted."""
-        place = self.meeting.meet(attempt, self.stop.is_asked)
-        if place is None or self.stop.is_asked():
+        first = self.meeting.meet(attempt, self.stop.is_asked)
+        if first is None or self.stop.is_asked():
             return self._report_stop([])
         write_private(self.run_dir / DRAWS, self.meeting.draws)
         # The variables of torchrun. TORCHELASTIC_USE_AGENT_STORE: no rank serves the store at MASTER_ADDR.
         variables = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **environment,
+            "GROUP_RANK": str(self.meeting.node),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(self.config.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         self.server = GenerationServer(self.config, self.devices, self.run_dir, self.log_dir, attempt)
-        with self.server, start_ranks(self.command, self.num_ranks, place, variables, self.log_dir) as ranks:
+        with self.server, start_ranks(self.command, first, variables, self.log_dir) as ranks:
             watch = Watch(ranks, self.run_dir, self.log_dir, self.config, attempt, self.meeting.unheard_s)
             trouble = self._watch_ranks(ranks, watch)
         return self._conclude(attempt, watch, trouble)

@@ -21,9 +21,9 @@ from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch.engine import Place
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
@@ -105,6 +105,7 @@ class Meeting:
 
     Attributes:
         draws: This process's `random_state.read_draws`; after `meet` that of the node that came first.
+        node: Number of this node; None until it has one.
 
     Raises:
         LaunchError: This is node 0, and it cannot listen at `rdzv_endpoint`.
@@ -124,7 +125,7 @@ class Meeting:
                 "machine, or another process has the port.",
                 hint="Set rdzv_endpoint to a free port of node 0.",
             )
-        self._node = 0 if is_alone else None
+        self.node = 0 if is_alone else None
         self._own = Record(0, "ready", num_ranks)
         self._others: Mapping[int, Record] = {}
         self._heard_s: Mapping[int, float] = {}
@@ -144,7 +145,7 @@ class Meeting:
 
     def __exit__(self, *exc_info: object) -> None:
         self._show(state="left" if self._own.state == "done" else "ended")
-        if self._node is not None and self._thread.is_alive():
+        if self.node is not None and self._thread.is_alive():
             wait_until(self._may_leave, time.monotonic() + GOODBYE_LIMIT_S)
         self._has_left = True
         self._wake.set()
@@ -154,11 +155,11 @@ class Meeting:
         is_needed = self._served is not None and any(r.state not in _OVER for r in self._others.values())
         return self._error is not None or (self._sent is self._own and not is_needed)
 
-    def meet(self, attempt: int, is_stopped: Callable[[], bool]) -> Place | None:
+    def meet(self, attempt: int, is_stopped: Callable[[], bool]) -> RankIdentity | None:
         """Waits for all nodes before a start of the ranks, which get a new store without keys of earlier attempts.
 
         Returns:
-            Numbers and store of this node's ranks; None if `is_stopped` ended the wait.
+            This node's first rank; None if `is_stopped` ended the wait.
 
         Raises:
             LaunchError: Not all nodes have arrived in time, or one has ended the run.
@@ -168,15 +169,16 @@ class Meeting:
         while not is_stopped():
             if self.is_over():
                 raise self._error or LaunchError(f"The run has ended: {self.trouble()}.", hint=_RESTART)
-            if self._node == 0 and not self._own.port:
+            if self.node == 0 and not self._own.port:
                 self._serve_ranks()
-            nodes = {**self._others, **({} if self._node is None else {self._node: self._own})}
+            nodes = {**self._others, **({} if self.node is None else {self.node: self._own})}
             is_complete = len(nodes) == self._num_nodes and all(r.attempt == attempt for r in nodes.values())
-            if self._node is not None and is_complete and nodes[0].port:
+            if self.node is not None and is_complete and nodes[0].port:
                 ranks = [nodes[n].num_ranks for n in range(self._num_nodes)]
-                return Place(sum(ranks[: self._node]), sum(ranks), self._node, self._host, nodes[0].port)
+                numbers = sum(ranks[: self.node]), 0, sum(ranks), ranks[self.node]
+                return RankIdentity(*numbers, "unsloth_multigpu", self._host, nodes[0].port)
             # Connecting to the store may take `timeout_s` itself.
-            if time.monotonic() - begin_s > timeout_s + (CALL_LIMIT_S if self._node is None else 0.0):
+            if time.monotonic() - begin_s > timeout_s + (CALL_LIMIT_S if self.node is None else 0.0):
                 raise LaunchError(
                     f"Fewer than {self._num_nodes} node(s) arrived at rdzv_endpoint={self._config.rdzv_endpoint!r}, or "
                     f"it does not answer; waited {timeout_s:g} s.",
@@ -202,9 +204,9 @@ class Meeting:
         """Returns the seconds since the last sign of life of each other node, by its name in messages."""
         first, found = 0, {}
         for node in range(self._num_nodes):
-            record = self._own if node == self._node else self._others[node]
+            record = self._own if node == self.node else self._others[node]
             ranks = ", ".join(map(str, range(first, first + record.num_ranks)))
-            if node != self._node:
+            if node != self.node:
                 name = f"node {node} (rank{'s' * (record.num_ranks > 1)} {ranks})"
                 found[name] = time.monotonic() - self._heard_s[node]
             first += record.num_ranks
@@ -248,9 +250,9 @@ class Meeting:
                 store.set_timeout(timedelta(seconds=CALL_LIMIT_S))
             node = self._claim_node_rank(store)
             self.draws = store.compare_set(f"{self._prefix}/draws", "", self.draws).decode()
-            self._node = node
+            self.node = node
             while not self._has_left:
-                self._exchange(store, self._node)
+                self._exchange(store, self.node)
                 self._wake.wait(PERIOD_S)
                 self._wake.clear()
         except LaunchError as error:
