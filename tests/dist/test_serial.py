@@ -1,20 +1,17 @@
 """The legacy serial path: two replicas in one process give the training of one device."""
 
 import json
-import types
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.run import LIGHT, run_well
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.legacy.serial import copy_of, count_rows
+from unsloth_multigpu.legacy.serial import count_rows
 
 SCRIPT = Path(__file__).parent / "scripts" / "serial.py"
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +22,13 @@ def results(tmp_path_factory):
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["lora", "sft_lora", "classifier"])
+@pytest.mark.parametrize("kind", ["lora", "sft_lora", "classifier", "bound"])
 def test_replicas_train_as_one_device(results, kind):
     one, legacy = results[kind]["one"], results[kind]["legacy"]
     assert len(one["grad_norm"]) == 4
     assert legacy["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
     assert legacy["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert results[kind]["apart"] < 1e-6
-
-
-def test_weights_that_are_not_sent_are_seen(results):
-    one, unsent = results["lora"]["one"]["grad_norm"], results["unsent"]
-    assert unsent[0] == pytest.approx(one[0], rel=1e-5)
-    assert unsent[1] != pytest.approx(one[1], rel=1e-4)
 
 
 def test_report_counts_rows_shards_and_bytes(results):
@@ -59,7 +50,7 @@ def test_trainer_is_left_as_it_was(results):
     ("kind", "message"),
     [
         ("dpo", "cannot train DPOTrainer, whose rows belong together"),
-        ("bound", "bound to the model"),
+        ("hooked", "cannot train weights with hooks"),
         ("schedule_free", "cannot train a schedule-free optimizer, which keeps other weights for an evaluation"),
     ],
 )
@@ -79,26 +70,3 @@ def test_what_cannot_be_cut_is_refused(results, kind, message):
 def test_batch_without_common_rows_is_refused(inputs, message):
     with pytest.raises(SetupError, match=message):
         count_rows(inputs)
-
-
-def test_copy_calls_its_own_weights_where_a_closure_holds_the_models():
-    model = nn.Linear(2, 2)
-    original = model.forward
-
-    def forward(self, x):
-        return original(x) + self.bias
-
-    model.forward = types.MethodType(forward, model)
-    replica = copy_of(model, CPU)
-    replica(torch.ones(1, 2)).sum().backward()
-    assert model.weight.grad is None
-    assert replica.weight.grad is not None
-    assert replica.weight.equal(model.weight)
-    assert model.forward.__func__ is forward
-
-
-def test_model_that_cannot_be_copied_is_an_error():
-    model = nn.Linear(2, 2)
-    model.cached = model(torch.ones(1, 2))  # A result: deepcopy refuses it.
-    with pytest.raises(SetupError, match="Linear cannot be copied to cpu"):
-        copy_of(model, CPU)

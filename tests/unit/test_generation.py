@@ -13,8 +13,8 @@ from unsloth_multigpu.deal.deal import check_divisible
 from unsloth_multigpu.deal.generation import (
     GenerationShape,
     arguments_of_one_process,
+    divide_arguments,
     divide_generation,
-    divided_arguments,
 )
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.part import draws_completions
@@ -81,11 +81,12 @@ def test_refusal_names_a_batch_that_works():
 
 
 def test_arguments_read_as_they_were_given_and_what_was_changed_since_is_kept():
-    one = GenerationShape(2, 6, 6)
-    divided = divided_arguments(one, divide_generation(one, 4))
+    args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=6, steps_per_generation=6)
+    divided = divide_arguments(args, 4, rank=1)
     mine = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "steps_per_generation": 3, "seed": 1}
     given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6, "steps_per_generation": 6, "seed": 1}
     assert arguments_of_one_process(mine, divided) == given
+    assert {**mine, **vars(args)} == mine
     assert arguments_of_one_process({**mine, "gradient_accumulation_steps": 5}, divided) == {
         **given,
         "gradient_accumulation_steps": 5,

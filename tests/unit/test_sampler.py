@@ -52,8 +52,8 @@ def test_step_is_planned_where_it_is_loaded_and_not_where_it_is_skipped(num_work
     planner = Planner()
     kind = {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
     reference = Reference(ROWS, batch_size=4, collate_fn=lambda rows: [len(r["input_ids"]) for r in rows], **kind)
-    shape = StepShape(1, 2, 1, regroup=True, planner=planner.plan)
-    loader = step_loader(reference, shape, lambda loader: loader, list)
+    shape = StepShape(1, 2, 1, regroup=True)
+    loader = step_loader(reference, shape, lambda loader: loader, list, planner=planner.plan)
     steps = list(skip_first_batches(loader, 3))
     assert [[m.inputs for m in step.micro_batches] for step in steps] == [[[4 * k + 3, 4 * k + 4]] for k in range(3, 8)]
     assert planner.asked == list(range(8))
@@ -138,6 +138,6 @@ def test_only_rows_with_other_values_are_drawn(row_of, is_drawn):
         calls.append(samples)
         return [row_of(sample + 10 * len(calls) * is_drawn) for sample in samples]
 
-    step = Step([], 1, sizes=(2,), samples=[0, 1])
+    step = Step([], (2,), [0, 1])
     rows = StepRows(SimpleNamespace(rows_of=rows_of), step, 0, lambda: None)
     assert rows.are_rows_drawn == is_drawn

@@ -51,7 +51,7 @@ def fed(trainer, steps):
 def step_of(*pieces):
     losses = [torch.tensor(10.0**i) for i in range(len(pieces))]
     micro_batches = [MicroBatch({"loss": loss}, piece) for loss, piece in zip(losses, pieces, strict=True)]
-    return Step(micro_batches, len(pieces), [3] * len(pieces))
+    return Step(micro_batches, [3] * len(pieces))
 
 
 @pytest.mark.parametrize(("strategy", "is_averaged"), [("ddp", True), ("local_sgd", False)])

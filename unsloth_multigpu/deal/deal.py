@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.deal.plan import (
@@ -74,7 +74,9 @@ def deal_step(
         `plan[rank]` = its micro-batches, at least one. Every position of the step occurs once, apart from fillers.
     """
     if in_each and not any(size % world_size for size in sizes):
-        return [_equal_parts(sizes, world_size, rank) for rank in range(world_size)]
+        owners = [i * world_size // size for size in sizes for i in range(size)]
+        equal = [[p for p, owner in enumerate(owners) if owner == rank] for rank in range(world_size)]
+        return [_pieces_within(share, sizes) for share in equal]
     whole = whole or in_each
     if whole or (not regroup and len(sizes) % world_size == 0):
         cuts = [sum(sizes[: r * len(sizes) // world_size]) for r in range(world_size + 1)]
@@ -182,21 +184,10 @@ def _even_pieces(share: range, max_rows: int) -> list[Piece]:
     return [Piece(tuple(range(a, b))) for a, b in pairwise(cuts)]
 
 
-def _equal_parts(sizes: Sequence[int], world_size: int, rank: int) -> list[Piece]:
-    parts = []
-    for reference, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
-        begin, rows = end - size + rank * size // world_size, size // world_size
-        parts.append(Piece(tuple(range(begin, begin + rows)), 1 / world_size, reference))
-    return parts
-
-
-def _pieces_within(share: range, sizes: Sequence[int]) -> list[Piece]:
-    pieces = []
-    for reference, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
-        rows = range(max(share.start, end - size), min(share.stop, end))
-        if rows:
-            pieces.append(Piece(tuple(rows), len(rows) / size, reference))
-    return pieces
+def _pieces_within(share: Sequence[int], sizes: Sequence[int]) -> list[Piece]:
+    reference_of = [reference for reference, size in enumerate(sizes) for _ in range(size)]
+    parts = [(reference, tuple(rows)) for reference, rows in groupby(share, key=reference_of.__getitem__)]
+    return [Piece(rows, len(rows) / sizes[reference], reference) for reference, rows in parts]
 
 
 Rows = list[Any]
@@ -211,8 +202,6 @@ class StepShape:
 
     Args:
         num_accumulated: Micro-batches of a step in one process.
-        planner: Called with the samples of a step and the rows of its micro-batches in one process, at the same point
-            of the training on all ranks. If it is None, or returns None, samples are dealt in order.
         seed: Seed of random numbers that are equal on all ranks: those of a stream, which each rank reads completely.
         rank_seed: Seed for the rows that this rank reads and collates.
         is_lockstep: Ranks synchronize in every micro-batch, so all have the same number.
@@ -223,7 +212,6 @@ class StepShape:
     world_size: int
     num_accumulated: int
     regroup: bool
-    planner: Callable[[Sequence[int], Sequence[int]], MakePlan | None] | None = None
     seed: int = 0
     rank_seed: int = 0
     whole: bool = False
@@ -261,12 +249,6 @@ class MicroBatch:
     def __post_init__(self) -> None:
         self.share = self.piece.share
 
-    def pin_memory(self) -> MicroBatch:
-        """Called by torch's loader for page-locked copies."""
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return MicroBatch(pin_memory(self.inputs), self.piece)
-
 
 @dataclass(eq=False)
 class Step:
@@ -276,8 +258,7 @@ class Step:
     Mapping, since torch's loader would turn one into a dict.
 
     Args:
-        num_references: Micro-batches of this step in one process.
-        sizes: Rows of each of them.
+        sizes: Rows of each micro-batch of this step in one process.
         samples: Indices of all rows of the step, or the rows themselves for a stream.
         left_over: Micro-batches from the previous pass of a stream, see `StepStream`. They are computed first and have
             their own divisor.
@@ -285,16 +266,17 @@ class Step:
     """
 
     micro_batches: list[MicroBatch]
-    num_references: int
-    sizes: Sequence[int] = ()
+    sizes: Sequence[int]
     samples: Sequence[Any] = ()
     left_over: Step | None = None
     num_items: Any = None
 
     def pin_memory(self) -> Step:
         """Called by torch's loader for page-locked copies."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
         pinned = copy.copy(self)
-        pinned.micro_batches = [micro_batch.pin_memory() for micro_batch in self.micro_batches]
+        pinned.micro_batches = [MicroBatch(pin_memory(m.inputs), m.piece) for m in self.micro_batches]
         pinned.left_over = None if self.left_over is None else self.left_over.pin_memory()
         return pinned
 
@@ -313,7 +295,7 @@ class Step:
 def collate_step(pieces: Sequence[Piece], rows: Sequence[Rows], sizes: Sequence[int], collate: Collate) -> Step:
     """Collates this rank's rows of a step; `sizes` are the rows of each micro-batch in one process."""
     micro_batches = [MicroBatch(collate(r), piece) for piece, r in zip(pieces, rows, strict=True)]
-    return Step(micro_batches, len(sizes), tuple(sizes))
+    return Step(micro_batches, tuple(sizes))
 
 
 def without_labels(inputs: Any) -> Any:

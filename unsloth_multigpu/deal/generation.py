@@ -34,15 +34,10 @@ class GenerationShape:
 _ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 
 
-def divided_arguments(one: GenerationShape, mine: GenerationShape) -> dict[str, tuple[int, int]]:
-    """Returns the value of each divided argument on a rank and in one process, to be stored with the arguments."""
-    return {name: (m, o) for name, m, o in zip(_ARGUMENTS, astuple(mine), astuple(one), strict=True)}
-
-
 def arguments_of_one_process(arguments: Mapping[str, Any], divided: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """Returns the arguments as the script gave them, so that arguments built from them are not divided a second time.
 
-    An argument that was changed after `divided_arguments` keeps its new value.
+    `divided` is what `divide_arguments` has returned. An argument that was changed since then keeps its new value.
     """
     given = {name: of_one for name, (mine, of_one) in divided.items() if arguments.get(name) == mine}
     return {**arguments, **given}
@@ -84,7 +79,7 @@ def divide_arguments(args: ArgumentsLike, world_size: int, rank: int) -> dict[st
     """Divides the arguments of a Trainer among the ranks, so that its global batch stays.
 
     Returns:
-        See `divided_arguments`; empty if TRL refuses these arguments.
+        The value of each divided argument on a rank and in one process; empty if TRL refuses these arguments.
 
     Raises:
         ConfigError: The ranks cannot share the completions evenly.
@@ -111,7 +106,7 @@ def divide_arguments(args: ArgumentsLike, world_size: int, rank: int) -> dict[st
                 shape,
                 batch,
             )
-    return divided_arguments(one, mine)
+    return {name: (m, o) for name, m, o in zip(_ARGUMENTS, astuple(mine), astuple(one), strict=True)}
 
 
 def _means_of_micro_batches(args: ArgumentsLike, *, is_same_batch: bool) -> list[str]:

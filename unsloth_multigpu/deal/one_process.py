@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from wrapt import ObjectProxy
+
 from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import Steered, instance_attribute, steered
 
@@ -55,29 +57,8 @@ def is_being_dealt(trainer: TrainerLike) -> bool:
     return isinstance(vars(trainer.accelerator).get("prepare_data_loader"), Steered)
 
 
-class StateView:
-    """A proxy of accelerate's state, apart from the attributes that its class, or a subclass, declares."""
-
-    _state: Any = None
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(type(self), name):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._state, name, value)
-
-    def __repr__(self) -> str:
-        return repr(self._state)
-
-
-class StateOfOne(StateView):
-    """The state of a single process."""
+class StateOfOne(ObjectProxy):  # type: ignore[type-arg]
+    """accelerate's state, as in a single process."""
 
     num_processes = 1
     process_index = local_process_index = 0

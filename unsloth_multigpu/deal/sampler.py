@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from unsloth_multigpu.deal.deal import Collate, Piece, Rows, Step, StepShape, collate_step
+from unsloth_multigpu.deal.deal import Collate, MakePlan, Piece, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.library import is_library
@@ -26,6 +26,7 @@ from unsloth_multigpu.library import is_library
 BroadcastOrder = Callable[[Iterable[Sequence[int]]], list[list[int]]]
 # Takes rank 0's order, the state of the generators before it was drawn (None = nothing is drawn), and its source.
 CompareOrder = Callable[[list[list[int]], dict[str, Any] | None, Iterable[Sequence[int]]], None]
+Planner = Callable[[Sequence[int], Sequence[int]], MakePlan | None]
 # Prepares a loader as accelerate does for one process.
 Reference = Callable[[DataLoader[Any]], DataLoader[Any]]
 
@@ -50,6 +51,8 @@ class StepSampler(BatchSampler):
         reference: The loader of one process; its batch sampler yields the micro-batches.
         broadcast: Sends rank 0's order to all ranks.
         compare: Compares it with the order of this rank; None for samplers of libraries.
+        planner: Called with the samples of a step and the rows of its micro-batches in one process, at the same point
+            of the training on all ranks. If it is None, or returns None, samples are dealt in order.
 
     Attributes:
         order_state: State of rank 0's generators before the order of this epoch was drawn; None if the order does not
@@ -61,6 +64,7 @@ class StepSampler(BatchSampler):
     shape: StepShape
     broadcast: BroadcastOrder
     compare: CompareOrder | None = None
+    planner: Planner | None = None
     order_state: dict[str, Any] | None = field(init=False, default=None)
     resumed_order_state: dict[str, Any] | None = field(init=False, default=None)
     _epoch: int = field(init=False, default=0)
@@ -75,10 +79,8 @@ class StepSampler(BatchSampler):
             samples = tuple(i for batch in step for i in batch)
             sizes = tuple(map(len, step))
             seed = draw_seed(self.shape.rank_seed, self._epoch, place)
-            make = None if self.shape.planner is None else self.shape.planner(samples, sizes)
-            # The planner holds the trainer, which a worker of the loader must not get.
-            dealt_by = replace(self.shape, planner=None)
-            yield [_StepIndex(samples, sizes, seed, functools.partial(dealt_by.pieces, sizes, make))]
+            make = None if self.planner is None else self.planner(samples, sizes)
+            yield [_StepIndex(samples, sizes, seed, functools.partial(self.shape.pieces, sizes, make))]
 
     def _draw_order(self) -> Iterator[Sequence[int]]:
         batches, self.order_state = drawn_from(self.resumed_order_state, self.reference.batch_sampler)
@@ -124,10 +126,11 @@ def step_loader(
     reference: Reference,
     broadcast: BroadcastOrder,
     compare: CompareOrder | None = None,
+    planner: Planner | None = None,
 ) -> StepLoader:
     """Converts a Trainer's data loader, not yet prepared by accelerate, into this rank's loader of optimizer steps.
 
-    `reference` prepares a loader as accelerate does for one process; for `broadcast` and `compare` see `StepSampler`.
+    `reference` prepares a loader as accelerate does for one process; for the others see `StepSampler`.
 
     Raises SetupError if there are ready batches, or fewer rows than a batch with `drop_last`, or rows of one rank only.
     """
@@ -155,7 +158,7 @@ def step_loader(
     if shape.world_size * shape.num_sharing > 1:
         _refuse_divided(loader)
     one_process = reference(loader)
-    sampler = StepSampler(one_process, shape, broadcast, compare if own_samplers(loader) else None)
+    sampler = StepSampler(one_process, shape, broadcast, compare if own_samplers(loader) else None, planner)
     steps = StepLoader(
         _StepDataset(loader.dataset, loader.collate_fn),
         batch_sampler=sampler,

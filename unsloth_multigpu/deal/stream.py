@@ -142,4 +142,4 @@ class StepStream(IterableDataset[Step]):
         self._reference.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
-_SKIPPED = Step([], 0)
+_SKIPPED = Step([], ())

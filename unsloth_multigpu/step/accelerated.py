@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+from wrapt import ObjectProxy
 
-from unsloth_multigpu.deal.one_process import StateOfOne, StateView
+from unsloth_multigpu.deal.one_process import StateOfOne
 from unsloth_multigpu.deal.sampler import with_batches
 from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.library import is_library
@@ -125,7 +126,7 @@ class SharedBatches(BatchSampler):
         return len(self.batch_sampler)
 
 
-class _CountedState(StateView):
+class _CountedState(ObjectProxy):  # type: ignore[type-arg]
     """A state of accelerate whose `num_processes` is 1 outside loops over data loaders.
 
     Scripts multiply schedules and learning rates by it, which must stay those of one process. Inside a loop the number
@@ -140,7 +141,7 @@ class _CountedState(StateView):
         if not self.gradient_state.in_dataloader:
             return 1
         self.was_read_in_loop = True
-        return int(self._state.num_processes)
+        return int(self.__wrapped__.num_processes)
 
 
 class _Loop:

@@ -215,7 +215,6 @@ class StepFeed(Part):
             world_size=identity.world_size // num_sharing,
             num_accumulated=self.num_accumulated,
             regroup=False,
-            planner=self.balancer.plan,
             seed=trainer.args.seed,
             # The same as for the random generators of the training, see the callback of `DDPTrainer`.
             rank_seed=trainer.args.seed + identity.rank // num_sharing,
@@ -223,7 +222,9 @@ class StepFeed(Part):
             num_sharing=num_sharing,
         )
         one_process = functools.partial(as_one_process, trainer, is_seedable=is_seedable)
-        steps = step_loader(raw, shape, one_process, self._manager.broadcast_batches, self._compare_order)
+        steps = step_loader(
+            raw, shape, one_process, self._manager.broadcast_batches, self._compare_order, self.balancer.plan
+        )
         self._decide = functools.partial(self._deal, steps, raw)
         if not self.is_placed_later:
             self.decide()

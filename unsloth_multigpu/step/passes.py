@@ -102,7 +102,7 @@ class StepPasses:
 
     def weigh_parts(self, step: Step) -> None:
         """Sets the weight of each part of a micro-batch, by the known loss reduction. Collective."""
-        if self.reduction.is_token_normalised or not self.shares_micro_batches(range(step.num_references)):
+        if self.reduction.is_token_normalised or not self.shares_micro_batches(step.sizes):
             return
         if self.reduction.mean_over in (ROWS, SUM):  # Rows are known from the plan, and sums need no weight.
             for micro_batch in step.micro_batches:
@@ -110,7 +110,7 @@ class StepPasses:
             return
         # For a mean over tokens, or a weighted mean, a part is weighted by its tokens or weights, not by its rows.
         weights = [0.0 if m.piece.is_filler else self.reduction.count(m.inputs) for m in step.micro_batches]
-        mine = [0.0] * step.num_references
+        mine = [0.0] * len(step.sizes)
         for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
             mine[micro_batch.piece.reference] += weight
         ranks = [mine] if self.is_alone else self._manager.gather_json(mine)
@@ -149,7 +149,7 @@ class StepPasses:
         trainer = self._trainer
         losses: list[torch.Tensor] = []
         # The divisor of the Trainer, of losses that average over micro-batches, and of auxiliary losses.
-        trainer.current_gradient_accumulation_steps = step.num_references
+        trainer.current_gradient_accumulation_steps = len(step.sizes)
         is_cut = not self.is_alone and any(0 < m.piece.share < 1 for m in step.micro_batches)
         gathered = gathering_losses(trainer) if self.reduction.kind == GATHERED else []
         try:
@@ -250,7 +250,7 @@ class StepPasses:
         if self.is_alone:
             # Scales this rank's shares as if they were the complete step.
             mine = sum(m.share for m in step.micro_batches)
-            factor *= step.num_references / mine if mine else 0.0
+            factor *= len(step.sizes) / mine if mine else 0.0
         return factor
 
     @property

@@ -70,7 +70,7 @@ class StepRows:
         whole = self.as_one_process()
         if self.is_drawn:
             micro_batches = [MicroBatch(_cut(whole, self.sizes, piece.positions), piece) for piece in self._pieces]
-            return Step(micro_batches, len(self.sizes), self.sizes)
+            return Step(micro_batches, self.sizes)
         self._begin_again()
         with seeded_draws(self._seed):
             if self._mine is None:

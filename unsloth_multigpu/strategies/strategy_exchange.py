@@ -13,7 +13,6 @@ from torch import nn
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, StateLike, TrainerLike
 from unsloth_multigpu.strategies.sync import AllReduceSync, DiLoCoSync, GradientSync, LocalSGDSync, ParameterServerSync
 from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer, Strategy
@@ -75,7 +74,8 @@ class Exchange(GradientExchange):
             )
         is_loss_scaled = trainer.accelerator.scaler is not None
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # torch's, inside accelerate's.
-        self.sync = make_sync(self._config, trainer.model, optimizer, is_loss_scaled=is_loss_scaled)
+        sync_of = _SYNCS[type(self._config.strategy)]
+        self.sync = sync_of(trainer.model, optimizer, self._config.strategy, is_loss_scaled=is_loss_scaled)
         self.sync.begin()
         if self._checkpoint is not None:
             self._load_state(Path(self._checkpoint, STATE_FILE))
@@ -162,10 +162,3 @@ class Exchange(GradientExchange):
             with self._manager.waits.counted():
                 self.sync.after_backward()
         return loss
-
-
-def make_sync(
-    config: MultiGPUConfig, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_loss_scaled: bool
-) -> GradientSync:
-    """Returns the implementation of `config.strategy`, which is not DDP, for a model without a wrapper."""
-    return _SYNCS[type(config.strategy)](model, optimizer, config.strategy, is_loss_scaled=is_loss_scaled)

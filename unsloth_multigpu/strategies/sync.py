@@ -38,7 +38,6 @@ class GradientSync:
     Attributes:
         bucket_bytes: Largest size of a message. A tensor that fills a message alone is sent without a copy.
         sent_bytes: Bytes that this rank has sent so far, computed for the usual algorithms of collectives.
-        num_steps: Finished optimizer steps of this rank.
     """
 
     bucket_bytes = 25 * 2**20
@@ -60,7 +59,6 @@ class GradientSync:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.sent_bytes = 0
-        self.num_steps = 0
         # A thread of gloo drops its reference after a message is done. If it is the last one, the thread takes Python's
         # lock to free the tensor, and a process that is exiting aborts then.
         self._last_work: Any = None
@@ -74,7 +72,6 @@ class GradientSync:
 
     def after_step(self) -> None:
         """Called when the optimizer has stepped."""
-        self.num_steps += 1
         # It holds gradients, whose memory the next forward pass needs.
         self._last_work = None
 
@@ -141,12 +138,14 @@ class GradientSync:
         """
         for group in buckets(tensors, self.bucket_bytes):
             is_flat = len(group) == 1 and group[0].is_contiguous()
-            flat = group[0].detach().view(-1) if is_flat else flatten(group)
+            flat = group[0].detach().view(-1) if is_flat else torch.cat([t.detach().reshape(-1) for t in group])
             flat = flat if dtype is None else flat.to(dtype)
             work = self._last_work = start(flat)
             work.wait()
             if flat.data_ptr() != group[0].data_ptr():
-                unflatten_into(group, flat)
+                with torch.no_grad():
+                    for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+                        tensor.copy_(part.view(tensor.shape))
 
     def _all_reduce(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         self.sent_bytes += all_reduce_bytes(num_bytes(flat), self.world_size)
@@ -325,15 +324,3 @@ def buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list
         groups.setdefault(kind, []).append(tensor)
         filled_bytes[kind] += num_bytes(tensor)
     yield from groups.values()
-
-
-def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns one tensor with the elements of all, in order. Always a copy."""
-    return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-def unflatten_into(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-    """Writes the elements of `flat` back into the tensors that it was made from."""
-    with torch.no_grad():
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))

@@ -31,9 +31,9 @@ import torch
 import unsloth  # noqa: F401
 from common import QUIET, logged
 from texts import Texts
+from transformers import TrainerCallback
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.legacy import serial
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from tiny_model import topics
@@ -61,17 +61,23 @@ def full(model=None, **options):
     return texts.plain(model or texts.causal_lm(), TEXTS, {**COMMON, **options})
 
 
-def lora(**options):
-    return full(texts.lora(), **options)
+def lora():
+    return full(texts.lora())
 
 
 def sft_lora():
     return texts.sft(texts.fast_lora(), TEXTS, COMMON)
 
 
+class Alternating(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.score.requires_grad_(state.global_step % 2 == 0)
+
+
 def classifier():
-    """It is evaluated in between."""
+    """It is evaluated in between, and its head is frozen in every second step."""
     trainer = texts.classifier(TEXTS, COMMON)
+    trainer.add_callback(Alternating())
     trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
     trainer.eval_dataset = trainer.train_dataset.select(range(2))
     return trainer
@@ -82,7 +88,7 @@ def dpo():
 
 
 def bound():
-    """Its forward is bound to this very model, where no copy of the model can reach it."""
+    """Its forward is bound to this very model."""
     model = texts.causal_lm()
     forward = model.forward
     model.forward = functools.partial(lambda *args, **inputs: forward(*args, **inputs))
@@ -105,10 +111,10 @@ def train(trainer):
     }
 
 
-def built(build, **options):
+def built(build):
     torch.manual_seed(3)
     random.seed(3)
-    return build(**options)
+    return build()
 
 
 def norm(weights):
@@ -136,11 +142,13 @@ def refusal(build):
         return str(error)
 
 
-results = {build.__name__: compare(build) for build in (lora, sft_lora, classifier)}
-enable()
-send, serial.SerialTrainer.send_weights = serial.SerialTrainer.send_weights, lambda self: None
-results["unsent"] = train(built(lora, max_steps=2))["grad_norm"]
-serial.SerialTrainer.send_weights = send
-results["refused"] = {build.__name__: refusal(build) for build in (dpo, bound, schedule_free)}
+def hooked():
+    trainer = full()
+    next(trainer.model.parameters()).register_hook(print)
+    return trainer
+
+
+results = {build.__name__: compare(build) for build in (lora, sft_lora, classifier, bound)}
+results["refused"] = {build.__name__: refusal(build) for build in (dpo, schedule_free, hooked)}
 out.mkdir(parents=True, exist_ok=True)
 (out / "results.json").write_text(json.dumps({**results, "log": log}))

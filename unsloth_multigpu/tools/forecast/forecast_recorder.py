@@ -92,7 +92,7 @@ class Forecast(FirstSteps):
                 hint=f"{reason.hint if reason is not None and reason.hint else 'Set balance=auto.'} Or let "
                 "`unsloth-multigpu verify` time some steps on one GPU and on all.",
             )
-        loader.steps.shape = dataclasses.replace(loader.steps.shape, planner=self._planner)
+        loader.steps.planner = self._planner
 
     def _planner(self, samples: Sequence[int], sizes: Sequence[int]) -> MakePlan:
         """The planner of the one rank, which gets the micro-batches of several."""
