@@ -74,8 +74,8 @@ class MultiGPUConfig:
             over gloo, after a warning. Not given: all GPUs, or fewer if an optimizer step has too few samples for all.
         batch_size_per_gpu: Samples of one micro-batch on each rank, in place of per_device_train_batch_size. An
             optimizer step then sees N times as many, as with global_batch="scale".
-        enable_ddp: One process per device. Off: the older plugin's serial path in one process, with a copy of the model
-            per device, which compute one after the other. Slower than one GPU.
+        enable_ddp: One process per device. Off: the older plugin's serial path in one process, with copies of the
+            weights on further devices, which compute one after the other. Slower than one GPU.
         global_batch: "keep": an optimizer step sees the samples of the one-GPU run. "scale": every rank takes the
             script's batch and Hugging Face divides the samples, as under torchrun; a step sees N times as many.
         strategy: How gradients are synchronized: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco".

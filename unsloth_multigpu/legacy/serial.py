@@ -239,7 +239,7 @@ def _refuse_what_cannot_work(trainer: TrainerLike, devices: Sequence[torch.devic
         "a mixture of experts with a router's loss, which depends on the whole micro-batch": has_router_loss(trainer),
         f"a model that is spread over {sorted(places)}": len(places) > 1,
         "recurrent layers": any(isinstance(module, nn.RNNBase) for module in model.modules()),
-        "weights with hooks": any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()),
+        "weights with hooks": any(p._backward_hooks for p in model.parameters()),
     }
     if found := [problem for problem, is_there in problems.items() if is_there]:
         raise SetupError(f"enable_ddp=False cannot train {found[0]}.", hint=HINT)
