@@ -1,9 +1,10 @@
 """Trains configurations one after the other in one process, and writes what each saw and ended with.
 
 Usage: resume.py NUM_GPUS OPTIONS NAME=JSON ... ; OPTIONS are of enable_multi_gpu. In JSON, "args" are of
-TrainingArguments, "folder" is the output folder, "from" is given to train(). "stop" saves and ends the training after
-that step. In the first attempt alone, "pause" does so too, and "kill" = [rank, step] lets that rank kill itself; in the
-second, "tear" is a file of the newest checkpoint that is emptied.
+TrainingArguments, "folder" is the output folder, "from" is given to train(), "options" stand in the place of OPTIONS.
+"stop" saves and ends the training after that step. In the first attempt alone, "pause" does so too, and
+"kill" = [rank, step] lets that rank kill itself; in the second, "tear" is a file of the newest checkpoint that is
+emptied.
 """
 
 import json
@@ -20,7 +21,7 @@ ump.enable_multi_gpu(num_gpus=num_gpus, **options)
 
 import numpy
 import torch
-from common import Comparing, OwnOrder, arguments
+from common import Comparing, OwnOrder, arguments, logged
 from safetensors.torch import save_file
 from tiny_llama import tiny_llama
 from transformers import Trainer, TrainerCallback
@@ -94,6 +95,9 @@ def recorded(trainer, seen):
 
 
 def train(name, line):
+    if "options" in line:
+        ump.disable_multi_gpu()
+        ump.enable_multi_gpu(num_gpus=num_gpus, **line["options"])
     torch.manual_seed(0)
     dropout = line.get("dropout", 0.0)
     model = tiny_llama(attention_dropout=dropout)
@@ -132,7 +136,9 @@ def train(name, line):
         "seen": seen,
         "steps": trainer.state.global_step,
         "best": trainer.state.best_model_checkpoint,
-        "folders": sorted(p.name for p in Path(folder).iterdir()),
+        "folders": sorted(p.name for p in Path(folder).glob("*")),
+        "wrapper": type(trainer.model_wrapped).__name__,
+        **logged(trainer, "grad_norm", "learning_rate"),
     }
     Path(f"{name}_{rank}_{attempt}.json").write_text(json.dumps(facts))
     if rank == 0:
