@@ -264,7 +264,7 @@ _OURS_NOTE = (
     "DDP does not search for unused parameters, unlike in a Trainer without enable_multi_gpu(); the first step is not "
     "compared with one process"
 )
-_LEGACY_NOTE = "sends gradients to the CPU and back, and weights to the replicas"
+_LEGACY_NOTE = "sends weights to further devices, and gradients back"
 _LEGACY = {"balance": "off", "enable_ddp": False}
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
