@@ -78,7 +78,7 @@ def test_bench_compares_the_other_arms(tmp_path):
         assert name == "local_sgd" or result["norm_difference"] < 1e-5, name
     assert results["local_sgd"]["norm_difference"] is None
     assert results["ours_one"]["padding_share"]["median"] < results["one_process"]["padding_share"]["median"]
-    # All gradients to the CPU and back, and all weights, with each step; half of that where two ranks share it.
+    # Weights to the second device and gradients back, in each micro-batch; two ranks send gradients once a step.
     sent = {name: result["sent_bytes_per_step"] for name, result in results.items()}
     assert sent["one_process"] == 0
     assert 0 < 2 * sent["allreduce"] < sent["legacy"]
