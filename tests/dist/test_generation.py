@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.outcome import assert_trained_as_one, distance, outcome
-from tests.helpers.run import light, run_python, run_well
+from tests.helpers.outcome import assert_trained_as_one, distance, each, outcome
+from tests.helpers.run import light, run_well
 from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "generation.py"
@@ -23,14 +23,16 @@ OLD = "grpo:2x6:dapo:old"
 IN_ORDER = {"grpo:2x6:bnpo": 1, "drift:2x6:grpo:old": 2, "third:2x6:grpo:old": 4}
 TOOLS = "tools:2x6:grpo"
 MISTAKE = "lost:2x6:grpo"
-SHARDED = [DEALT[0], DEALT[3]]
-DRAWN = "drawn:2x6:grpo"
+SHARDED = [f"{DEALT[0]}@shard", f"{DEALT[3]}@shard"]
+DRAWN = "drawn:2x6:grpo@shard"
+REFUSED = "grpo:2x6:bnpo@tokens"
+# Further losses, in starts of their own.
+MORE = [*DEALT[1:3], "drift:2x6:grpo:old"]
 
 
-def start_ranks(path, name, num_ranks, jobs, **options):
-    arguments = map(str, [num_ranks, path / "model", path / name, *jobs])
+def start_ranks(path, name, num_ranks, jobs):
     # TRL's Triton kernel is left out.
-    run = run_well([SCRIPT, *arguments], path, {**light("rich", "triton"), **options})
+    run = run_well([SCRIPT, num_ranks, path / "model", path / name, *jobs], path, light("rich", "triton"))
     (path / f"{name}.txt").write_text(run.err)
 
 
@@ -38,11 +40,26 @@ def start_ranks(path, name, num_ranks, jobs, **options):
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("generation")
     build_tiny(path / "model")
-    start_ranks(path, "1", 1, {*JOBS, *DEALT})
+    start_ranks(path, "1", 1, [*JOBS, *without_more(DEALT)])
     start_ranks(path, "4", 4, [*JOBS, SHAPED])
-    off, blind = [DEALT[0], OLD, TOOLS, *IN_ORDER], [MISTAKE, f"{MISTAKE}@blind"]
-    start_ranks(path, "2", 2, [*DEALT, OLD, TOOLS, *IN_ORDER, *(f"{job}@off" for job in off), *blind])
+    in_order = without_more(IN_ORDER)
+    off, blind = [DEALT[0], OLD, TOOLS, *in_order], [MISTAKE, f"{MISTAKE}@blind"]
+    jobs = [*without_more(DEALT), OLD, TOOLS, *in_order, *(f"{job}@off" for job in off), *blind]
+    start_ranks(path, "2", 2, [*jobs, REFUSED, *SHARDED, DRAWN])
     return path
+
+
+def without_more(jobs):
+    return [job for job in jobs if job not in MORE]
+
+
+def places(folder, job):
+    """Where one process has trained a job, and where two ranks have."""
+    prefix = "more_" if job in MORE else ""
+    if prefix and not (folder / "more_1").exists():
+        start_ranks(folder, "more_1", 1, MORE[:2])
+        start_ranks(folder, "more_2", 2, [*MORE, f"{MORE[2]}@off"])
+    return folder / f"{prefix}1", folder / f"{prefix}2"
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -66,11 +83,12 @@ def test_shape_and_a_loss_that_depends_on_it_are_said(folder):
     assert len(re.findall(r"completions dealt by length: \d+ % of the tokens", text)) == len(JOBS)
 
 
-@pytest.mark.parametrize("job", IN_ORDER)
+@pytest.mark.parametrize("job", each(IN_ORDER, MORE))
 def test_loss_of_other_gradient_keeps_the_order_from_the_step_that_shows_it(folder, job):
-    (found, weights), (in_order, before) = outcome(folder / "2", job), outcome(folder / "2", f"{job}@off")
+    out = places(folder, job)[1]
+    (found, weights), (in_order, before) = outcome(out, job), outcome(out, f"{job}@off")
     first = IN_ORDER[job]
-    text = (folder / "2.txt").read_text()
+    text = out.with_suffix(".txt").read_text()
     assert len(re.findall(rf"dealt in order: dealt by length, the gradient of step {first} differs by \d", text)) >= 1
     if first < 4:
         assert found["grad_norm"] == pytest.approx(in_order["grad_norm"], rel=1e-5)
@@ -88,19 +106,17 @@ def test_mistake_in_dealing_is_seen_before_the_first_update(folder):
     assert distance(outcome(folder / "2", f"{MISTAKE}@blind")[1], before) > 1e-4
 
 
-def test_tokens_asked_for_is_refused_with_the_size(tmp_path, folder):
-    arguments = map(str, [2, folder / "model", tmp_path, "grpo:2x6:bnpo"])
-    run = run_python([SCRIPT, *arguments], tmp_path, {**light("rich", "triton"), "UNSLOTH_MULTIGPU_BALANCE": "tokens"})
-    assert run.code != 0
-    assert (
+def test_tokens_asked_for_is_refused_with_the_size(folder):
+    refused = (
         "balance='tokens' is not possible: completions are dealt in order: dealt by length, the gradient of step 1"
-        in run.err
     )
+    for rank in range(2):
+        assert refused in (folder / "2" / f"{REFUSED}_{rank}.txt").read_text()
 
 
-@pytest.mark.parametrize("job", DEALT)
+@pytest.mark.parametrize("job", each(DEALT, MORE))
 def test_completions_dealt_by_length_have_the_gradient_of_one_process(folder, job):
-    one, many, _ = assert_trained_as_one(folder / "1", folder / "2", job)
+    one, many, _ = assert_trained_as_one(*places(folder, job), job)
     assert many["reward"] == pytest.approx(one["reward"], rel=1e-5)
 
 
@@ -124,22 +140,16 @@ def test_dealt_micro_batches_have_the_same_tokens_and_less_padding(folder, job):
     assert computed[0] - of_tokens[0] < (computed[1] - of_tokens[1]) / 2
 
 
-@pytest.fixture(scope="module")
-def sharded(folder):
-    start_ranks(folder, "shard", 2, [*SHARDED, DRAWN], UNSLOTH_MULTIGPU_SHARD="on")
-    return folder
-
-
 @pytest.mark.parametrize("job", SHARDED)
-def test_sharded_model_has_the_gradient_of_one_process(sharded, job):
-    assert_trained_as_one(sharded / "1", sharded / "shard", job)
-    text = (sharded / "shard.txt").read_text()
-    assert text.count("sharded by FSDP2 of accelerate") == len([*SHARDED, DRAWN])
-    assert text.count("completions dealt by length: gradient differs by") == len([*SHARDED, DRAWN])
+def test_sharded_model_has_the_gradient_of_one_process(folder, job):
+    assert_trained_as_one(folder / "1", folder / "2", job, of_one=job.removesuffix("@shard"))
+    _, *sharded = (folder / "2.txt").read_text().split("sharded by FSDP2 of accelerate")
+    assert len(sharded) == len([*SHARDED, DRAWN])
+    assert all(text.count("completions dealt by length: gradient differs by") == 1 for text in sharded)
 
 
-def test_sharded_ranks_draw_completions_of_other_lengths(sharded):
-    ranks = [outcome(sharded / "shard", DRAWN, rank=rank) for rank in range(2)]
+def test_sharded_ranks_draw_completions_of_other_lengths(folder):
+    ranks = [outcome(folder / "2", DRAWN, rank=rank) for rank in range(2)]
     assert len(ranks[0][0]["grad_norm"]) == 2
     assert min(ranks[0][0]["grad_norm"]) > 0
     assert distance(ranks[0][1], ranks[1][1]) == 0

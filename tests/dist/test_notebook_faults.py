@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.helpers.notebook import NotebookRun, oldest_ipython
 from tests.helpers.run import BARE, free_port, run_well, wait_until
@@ -116,19 +117,20 @@ def check_line_that_failed(run: NotebookRun) -> None:
     assert "Traceback" not in log
 
 
-def check_faults_of_cells(run: NotebookRun) -> None:
+def check_faults_of_cells(run: NotebookRun, *, is_thorough: bool) -> None:
     raise_one = "if rank == 1: raise ValueError('one')\n"
     cause = "rank 1 raised ValueError: one"
     check(run, "raise ValueError('both')", "ValueError", "both", 0.5)
     check(run, f"{raise_one}everyone()", "DistributedError", cause, 2.0)
-    check(run, f"{raise_one}time.sleep(60)", "DistributedError", cause, 1.5)
     check(run, raise_one, "DistributedError", cause, 0.1)
-    check(run, f"{raise_one}await asyncio.sleep(60)", "DistributedError", cause, 1.5)
     check(run, "if rank == 0: raise ValueError('zero')\neveryone()", "ValueError", "zero", 1.2)
     never = "will never join"
-    check(run, "if rank == 0: everyone()", "DivergenceError", f"number 3, which rank 1 {never}", 2.0)
     check(run, "if rank == 1: everyone()", "DivergenceError", f"number 3, which rank 0 {never}", 3.1)
-    check(run, "%%rank 0\neveryone()", "DivergenceError", f"number 3, which rank 1 {never}", 3.2)
+    if is_thorough:
+        check(run, f"{raise_one}time.sleep(60)", "DistributedError", cause, 1.5)
+        check(run, f"{raise_one}await asyncio.sleep(60)", "DistributedError", cause, 1.5)
+        check(run, "if rank == 0: everyone()", "DivergenceError", f"number 3, which rank 1 {never}", 2.0)
+        check(run, "%%rank 0\neveryone()", "DivergenceError", f"number 3, which rank 1 {never}", 3.2)
 
     check_stop(run, "print('go', flush=True)\nwhile True: pass", "KeyboardInterrupt", 0.5)
     check_stop(run, "print('go', flush=True)\nawait asyncio.sleep(60)", "CancelledError", 0.5)
@@ -197,10 +199,11 @@ def check_resume_and_death_of_the_kernel(run: NotebookRun) -> None:
     os.kill(child, signal.SIGKILL)
 
 
-def test_kernel_outlives_each_fault(tmp_path):
+@pytest.mark.parametrize("is_thorough", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_kernel_outlives_each_fault(tmp_path, is_thorough):
     with NotebookRun(tmp_path, {**BARE, **ALONE, **oldest_ipython(or_any=True)}) as run:
         check_line_that_failed(run)
-        check_faults_of_cells(run)
+        check_faults_of_cells(run, is_thorough=is_thorough)
         check_faults_of_trainings(run)
         run_dir = Path(run.run("if rank == 0: print(os.environ['UNSLOTH_MULTIGPU_RUN_DIR'])").text.strip())
         check_privacy(run, run_dir)

@@ -80,6 +80,16 @@ class MeanLoss(Trainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
+class LogProbsInTorch:
+    """Beside a Trainer of TRL that draws completions: TRL's own are a Triton kernel."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        every = logits.log_softmax(-1)
+        mine = every.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
+        return mine, -(every.exp() * every).sum(-1).detach(), None
+
+
 class InOrder(Trainer):
     """One without shuffling, which is an option of transformers since its version 5."""
 

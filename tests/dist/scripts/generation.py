@@ -2,9 +2,9 @@
 
 Usage: generation.py RANKS MODEL OUT JOB...; 1 rank is TRL by itself. A job is trainer:batch x accumulation:loss type.
 With ":old" a generation serves two steps, twice, with a KL term: log-probabilities of old and reference models count.
-"lost" and "dropped" are mistakes in our own dealing; "tools", "drift" and "third" are trainers of the script's own.
-"drawn" draws completions, which are longer on rank 1. Behind an "@" a job has options, see OPTIONS.
-UNSLOTH_MULTIGPU_SHARD=on: the model is sharded.
+"lost" is a mistake in our own dealing; "tools", "drift" and "third" are trainers of the script's own.
+"drawn" draws completions, which are longer on rank 1. Behind an "@" a job has options, see OPTIONS. Of a training that
+is refused the error is written.
 """
 
 import json
@@ -20,7 +20,7 @@ if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import torch
-from common import SGD, arguments, logged, write_outcome
+from common import SGD, LogProbsInTorch, arguments, logged, write_outcome
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -28,15 +28,20 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from unsloth_multigpu.group.shards import whole_of
 from unsloth_multigpu.step import completions
 
-if os.environ.get("UNSLOTH_MULTIGPU_SHARD") == "on":
-    sys.path.append(str(Path(__file__).resolve().parents[3]))
-    from tests.helpers.cpu_fsdp import allow_cpu_ranks
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+from tests.helpers.cpu_fsdp import allow_cpu_ranks
 
-    allow_cpu_ranks()
+allow_cpu_ranks()
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 tokenizer = AutoTokenizer.from_pretrained(model)
 GROUP = 3
-OPTIONS = {"": {}, "off": {"balance": "off"}, "blind": {"balance": "tokens", "check_first_step": "off"}}
+OPTIONS = {
+    "": {},
+    "off": {"balance": "off"},
+    "tokens": {"balance": "tokens"},
+    "blind": {"balance": "tokens", "check_first_step": "off"},
+    "shard": {"shard": "on"},
+}
 
 
 def completions_of(prompt_ids):
@@ -48,16 +53,11 @@ def completions_of(prompt_ids):
         yield [20 + (7 * sum(ids) + 11 * place + 5 * k) % 900 for k in range(length)]
 
 
-class PlainTorch:
-    """TRL's own are a Triton kernel."""
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+class PlainTorch(LogProbsInTorch):
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
         if torch.is_grad_enabled():  # The loss of a micro-batch.
             self.shapes.append([*input_ids.shape, int(attention_mask.sum())])
-        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
-        every = logits.log_softmax(-1)
-        mine = every.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
-        return mine, -(every.exp() * every).sum(-1).detach(), None
+        return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
 
 
 class Grpo(PlainTorch, GRPOTrainer):
@@ -184,7 +184,11 @@ def run(job):
     trainer.shapes = []
     taken = without_the_first(completions._taken) if kind == "lost" else completions._taken
     with unittest.mock.patch.object(completions, "_taken", taken):
-        trainer.train()
+        try:
+            trainer.train()
+        except ump.MultiGPUError as error:
+            (out / f"{job}_{rank}.txt").write_text(str(error))
+            return
     names = ["grad_norm", *([] if more else ["reward"])]  # Which is of a step that draws.
     facts = {**logged(trainer, *names), "shapes": trainer.shapes}
     write_outcome(out, job, facts, ((name, whole_of(p)) for name, p in trainer.model.named_parameters()))
