@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch.utils.data
 
+from tests.helpers.refused import refused
 from unsloth_multigpu.errors import LaunchError, SetupError
 from unsloth_multigpu.options import ENV_RUN_DIR
 from unsloth_multigpu.wire.identity import RankIdentity, first_host, is_helper, read_identity
@@ -38,14 +39,31 @@ def without(environment, *names):
     return {name: value for name, value in environment.items() if name not in names}
 
 
-def test_process_that_nobody_launched_is_no_rank():
-    assert read_identity({"HOME": "/root", "SLURM_JOB_ID": "1", "LOCAL_RANK": "0"}) is None
+# Of Kubeflow's PyTorchJob: RANK is its number, and its processes have not been started.
+POD = {"MASTER_ADDR": "llama-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "1", "RANK": "0"}
 
 
-def test_our_own_ranks_are_known_by_the_folder_of_the_run():
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"HOME": "/root", "SLURM_JOB_ID": "1", "LOCAL_RANK": "0"},
+        POD,
+        # The batch script itself, before any srun: four tasks are allotted, this process is none of them.
+        without(SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+        # `srun --ntasks=1` holds a node, and one process of ours starts the ranks there.
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    ],
+)
+def test_process_that_nobody_launched_is_no_rank(environment):
+    assert read_identity(environment) is None
+
+
+def test_our_own_ranks_are_known_by_the_folder_of_the_run_and_a_pods_by_what_started_them():
     identity = read_identity({**TORCHRUN, "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6", ENV_RUN_DIR: "/tmp/run"})
     assert identity.launcher == "unsloth_multigpu"
     assert identity.local_world_size == identity.world_size
+    rank = read_identity({**POD, "WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
+    assert rank == RankIdentity(5, 1, 8, 4, "torchrun", "llama-master-0", 23456)
 
 
 def test_kernel_of_a_group_of_one_is_no_rank():
@@ -57,78 +75,37 @@ def test_kernel_of_a_group_of_one_is_no_rank():
     assert read_identity(of_two, is_kernel=True) == RankIdentity(0, 0, 2, 2, "torchrun", "node1", 29400)
 
 
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        (("LOCAL_RANK",), "RANK and WORLD_SIZE=8 are set, but LOCAL_RANK is not"),
-        (("MASTER_ADDR", "MASTER_PORT"), "but MASTER_ADDR, MASTER_PORT is not"),
-    ],
-)
-def test_missing_variable_of_torchrun_is_named(missing, message):
-    with pytest.raises(LaunchError, match=message) as error:
-        read_identity(without(TORCHRUN, *missing))
-    assert "Hint: Start with torchrun, or unset RANK and WORLD_SIZE" in str(error.value)
-
-
-def test_only_pod_of_a_job_is_no_rank_and_one_of_several_is_told_the_command_that_joins_it():
-    # Of Kubeflow's PyTorchJob: RANK is its number, and its processes have not been started.
-    pod = {"MASTER_ADDR": "llama-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "1", "RANK": "0"}
-    assert read_identity(pod) is None
-    with pytest.raises(LaunchError, match="WORLD_SIZE=2 are set, but LOCAL_RANK is not") as error:
-        read_identity({**pod, "WORLD_SIZE": "2", "RANK": "1"})
-    assert "env -u RANK -u WORLD_SIZE unsloth-multigpu run --nnodes" in str(error.value)
-    # torchrun in such a pod, and this package, start ranks.
-    rank = read_identity({**pod, "WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
-    assert rank == RankIdentity(5, 1, 8, 4, "torchrun", "llama-master-0", 23456)
+START = "Start with torchrun, or unset RANK and WORLD_SIZE"
+JOIN = "env -u RANK -u WORLD_SIZE unsloth-multigpu run --nnodes"
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("environment", "message", "hint"),
     [
-        ({"RANK": "8"}, "contradict each other: rank=8 world_size=8 local_rank=1 local_world_size=4"),
-        ({"LOCAL_RANK": "4"}, "local_rank=4 local_world_size=4"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'; expected a whole number"),
+        (without(TORCHRUN, "LOCAL_RANK"), "RANK and WORLD_SIZE=8 are set, but LOCAL_RANK is not", START),
+        (without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), "but MASTER_ADDR, MASTER_PORT is not", START),
+        # One pod of several: the command joins it.
+        ({**POD, "WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2 are set, but LOCAL_RANK is not", JOIN),
+        (
+            {**TORCHRUN, "RANK": "8"},
+            "contradict each other: rank=8 world_size=8 local_rank=1 local_world_size=4",
+            "Unset ",
+        ),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "local_rank=4 local_world_size=4", "Unset "),
+        ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE='two'; expected a whole number", "Unset "),
     ],
 )
-def test_contradiction_is_an_error(changed, message):
-    with pytest.raises(LaunchError, match=message) as error:
-        read_identity({**TORCHRUN, **changed})
-    assert "\nHint: Unset " in str(error.value)
+def test_variables_that_are_missing_or_contradict_are_named(environment, message, hint):
+    with refused(LaunchError, message, hint):
+        read_identity(environment)
 
 
 def test_srun_on_three_nodes_gives_each_rank_its_place():
-    tasks = [2, 2, 1]
-    places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
-    identities = [
-        read_identity(
-            {
-                **SRUN,
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(local),
-                "SLURM_NODEID": str(node),
-                "SLURM_STEP_NUM_TASKS": "5",
-                "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-                "SLURM_STEP_NODELIST": "gpu[03-05]",
-            }
-        )
-        for rank, (node, local) in enumerate(places)
-    ]
-    assert identities == [
-        RankIdentity(rank, local, 5, tasks[node], "slurm", "gpu03", 18456) for rank, (node, local) in enumerate(places)
-    ]
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        # The batch script itself, before any srun: four tasks are allotted, this process is none of them.
-        without(SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
-        # `srun --ntasks=1` holds a node, and one process of ours starts the ranks there.
-        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-    ],
-)
-def test_slurm_process_alone_is_no_rank(environment):
-    assert read_identity(environment) is None
+    step = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NODELIST": "gpu[03-05]"}
+    for rank, (node, local, num_local) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 1)]):
+        place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)}
+        expected = RankIdentity(rank, local, 5, num_local, "slurm", "gpu03", 18456)
+        assert read_identity({**SRUN, **step, **place}) == expected
 
 
 @pytest.mark.parametrize(
@@ -145,7 +122,7 @@ def test_first_host_of_a_node_list(nodelist, host):
     assert first_host(nodelist) == host
 
 
-OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+OF_TWO = RankIdentity(1, 1, 2, 2, "torchrun").variables()
 
 
 @pytest.fixture
@@ -191,9 +168,8 @@ def test_process_that_has_opened_a_group_is_a_rank(child):
 
 
 def test_rank_that_does_not_know_itself_is_refused(child):
-    with pytest.raises(SetupError, match="one of several that multiprocessing has started") as error:
+    with refused(SetupError, "one of several that multiprocessing has started", "Before this call set RANK"):
         from_spawn()
-    assert "Before this call set RANK" in str(error.value)
     child.setenv("RANK", "0")
     child.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="LOCAL_RANK"):

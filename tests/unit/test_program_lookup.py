@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers.refused import refused
 from unsloth_multigpu.cli.program_lookup import find_program
 from unsloth_multigpu.errors import ConfigError
 
@@ -44,7 +45,5 @@ def test_a_command_is_looked_up_and_trains_in_the_rank(place, program, started):
     ],
 )
 def test_a_launcher_its_options_and_what_is_missing_are_refused(program, message, hint):
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, message, hint):
         find_program(program.split(), "run")
-    assert message in error.value.args[0]
-    assert hint in error.value.hint
