@@ -18,7 +18,7 @@ if is_served:
 
 import torch
 import vllm
-from common import SGD, logged, write_outcome
+from common import SGD, LogProbsInTorch, logged, write_outcome
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -27,14 +27,8 @@ GROUP = 3
 weights = []
 
 
-class Grpo(GRPOTrainer):
-    """In torch: TRL's own log-probabilities are a Triton kernel."""
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
-        every = logits.log_softmax(-1)
-        mine = every.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
-        return mine, -(every.exp() * every).sum(-1).detach(), None
+class Grpo(LogProbsInTorch, GRPOTrainer):
+    pass
 
 
 class Alone(Grpo):
