@@ -1,7 +1,8 @@
-"""Sketches of gradients: what they tell apart, and what is rounding."""
+"""Sketches of gradients: what they tell apart, what is rounding, and how wide their sums are."""
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from unsloth_multigpu.step.comparison import (
     mean_of,
     names_of,
     sketch,
+    sum_dtype,
 )
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -24,12 +26,12 @@ def model_with(gradients=None, seed=0, size=40):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(size, 30), torch.nn.Linear(30, 5))
     for i, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.randn_like(parameter) if gradients is None else gradients[i].clone()
+        parameter.grad = torch.randn_like(parameter) if gradients is None else gradients[i]
     return model
 
 
 def gradients_of(model):
-    return [p.grad for p in model.parameters()]
+    return [p.grad.clone() for p in model.parameters()]
 
 
 def found(one, other):
@@ -50,7 +52,7 @@ def test_difference_is_estimated_and_its_parameter_named():
     sizes = []
     for seed in range(200):
         model = model_with(seed=seed, size=8)
-        turned = [g.clone() for g in gradients_of(model)]
+        turned = gradients_of(model)
         turned[2] = turned[2].flip(0)
         true = float((turned[2] - model[1].weight.grad).norm()) / found(model, model).norm
         off = found(model, model_with(turned, size=8))
@@ -62,15 +64,12 @@ def test_difference_is_estimated_and_its_parameter_named():
 
 def test_small_parameter_that_is_wrong_is_found_and_one_of_rounding_is_not():
     model = model_with()
-    gradients = [g.clone() for g in gradients_of(model)]
-    gradients[3] = gradients[3] * 1e-4
-    model[1].bias.grad = gradients[3].clone()
-    gradients[3] = -gradients[3]
-    wrong = found(model, model_with(gradients))
+    model[1].bias.grad *= 1e-4
+    *others, small = gradients_of(model)
+    wrong = found(model, model_with([*others, -small]))
     assert wrong.off < 1e-4 < wrong.worst_off
     assert not wrong.is_within(1e-5)
-    gradients[3] = model[1].bias.grad + 1e-8 * torch.randn(5)
-    assert found(model, model_with(gradients)).is_within(1e-5)
+    assert found(model, model_with([*others, small + 1e-8 * torch.randn(5)])).is_within(1e-5)
 
 
 def test_mean_of_sketches_is_the_sketch_of_the_mean():
@@ -120,6 +119,17 @@ def test_what_is_badly_conditioned_changes_more(loss, least, most):
     with last_bits_changed(model):
         again = gradient_of(model, loss)
     assert least < difference([one], [again], names_of(model)).off < most
+
+
+@pytest.mark.parametrize(
+    ("properties", "dtype"),
+    [({"has_fp64": False}, torch.float32), ({"has_fp64": True}, torch.float64), ({}, torch.float64)],
+)
+def test_sums_are_as_wide_as_the_device(monkeypatch, properties, dtype):
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**properties))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert sum_dtype(torch.device("xpu", 0)) == dtype
+    assert sum_dtype(torch.device("cpu")) == torch.float64
 
 
 def test_difference_of_the_size_of_rounding_is_equal():

@@ -29,7 +29,7 @@ ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
         (TWO, {}, {"CUDA_VISIBLE_DEVICES": "1"}),
         (TWO, {"CUDA_VISIBLE_DEVICES": "5, GPU-abc"}, {"CUDA_VISIBLE_DEVICES": "GPU-abc"}),
         (TWO, {"HIP_VISIBLE_DEVICES": "3,2"}, {"HIP_VISIBLE_DEVICES": "2"}),
-        (torch.device("xpu", 1), {"ZE_AFFINITY_MASK": "2,3"}, {"ZE_AFFINITY_MASK": "3"}),
+        (torch.device("xpu", 1), {"ZE_AFFINITY_MASK": "2, 3"}, {"ZE_AFFINITY_MASK": "3"}),
     ],
 )
 def test_slot_sees_the_entry_of_its_device(slot_device, inherited, shown):
