@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from unsloth_multigpu.deal.balance import _ASSUMED, _ASSUMED_ON_DEVICE, Balancer
+from unsloth_multigpu.deal.balance import _ASSUMED_ON_DEVICE, Balancer
 from unsloth_multigpu.deal.deal import Balance, deal_step
 from unsloth_multigpu.deal.plan import CostModel
 from unsloth_multigpu.errors import ConfigError, SetupError
@@ -29,8 +29,8 @@ TOKENS = [[1] * n for n in (3, 40, 7, 12)]
 class Exchange(DDPManager):
     """A manager whose other rank says what a test wants."""
 
-    def __init__(self, config, answers=None):
-        super().__init__(SINGLE_PROCESS, config)
+    def __init__(self, config, answers=None, identity=SINGLE_PROCESS):
+        super().__init__(identity, config)
         self._answers = answers
 
     def gather_json(self, value):
@@ -63,9 +63,10 @@ def loader(collate=None, tokens=None):
     )
 
 
-def balancer(answers=None, **options):
-    args = SimpleNamespace(device=torch.device("cpu"), length_column_name="length")
-    return Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), Exchange(MultiGPUConfig(**options), answers))
+def balancer(answers=None, identity=SINGLE_PROCESS, device="cpu", **options):
+    args = SimpleNamespace(device=torch.device(device), length_column_name="length")
+    manager = Exchange(MultiGPUConfig(**options), answers, identity)
+    return Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), manager)
 
 
 def prepared(loader, **options):
@@ -176,18 +177,14 @@ SHAPES = [(8, 4), (4, 2), (8, 1)]
 class Device:
     """Ranks whose micro-batches take the time that `true` says, and a balancer that plans for them."""
 
-    def __init__(self, true, kind, noise, seed, **options):
+    def __init__(self, true, noise, seed):
         # Two, so that the samples are the same however many micro-batches are timed.
         self.true, self._noise, self._rng, self._drawn = true, noise, random.Random(seed), random.Random(seed)
         drawn = (math.exp(self._rng.gauss(math.log(150), 0.9)) for _ in range(2000))
         self.lengths = [min(2048, max(16, int(length))) for length in drawn]
-        config = MultiGPUConfig(**options)
-        identity = SimpleNamespace(rank=0, world_size=RANKS)
-        manager = SimpleNamespace(config=config, identity=identity, gather_json=self._gather)
-        args = SimpleNamespace(device=torch.device(kind), length_column_name="length")
-        self.balancer = Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), manager)
+        self.balancer = balancer(self._gather, SimpleNamespace(rank=0, world_size=RANKS), "cuda")
         self.balancer.lengths = self.lengths
-        cost = dataclasses.replace(_ASSUMED.get(kind, _ASSUMED_ON_DEVICE), is_padded=true.is_padded)
+        cost = dataclasses.replace(_ASSUMED_ON_DEVICE, is_padded=true.is_padded)
         self.balancer.balance = Balance(cost, (1.0,) * RANKS)
         self._of_others = []
 
@@ -225,12 +222,12 @@ def slowdowns(device, rows, num_accumulated):
 @pytest.mark.parametrize("floor", [512, 1024, 2048, 4096, 8192, 16384])
 def test_no_floor_of_a_device_makes_planned_steps_slow(floor, shape):
     for seed, noise in ((0, 0.03), (1, 0.10)):
-        found = slowdowns(Device(CostModel(0, floor), "cuda", noise, seed), *shape)
+        found = slowdowns(Device(CostModel(0, floor), noise, seed), *shape)
         assert max(found) < 1.15, (seed, found)
 
 
 def test_fitting_goes_on_until_micro_batches_show_their_work():
-    device = Device(CostModel(0.0, 16384.0), "cuda", 0.03, 3)
+    device = Device(CostModel(0.0, 16384.0), 0.03, 3)
     launch_bound = slowdowns(device, 8, 1)
     assert max(launch_bound) == pytest.approx(1.0, abs=0.01)
     device.true = CostModel(0.0, 512.0)

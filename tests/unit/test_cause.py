@@ -23,9 +23,7 @@ CLOSED = CONNECTION_ERRORS[0]
 
 def of_nccl(kind, last):
     """As torch words it."""
-    place = (
-        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error (run with ...)"
-    )
+    place = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error (run with)"
     what = f"{kind}: System call failed or device error. \nLast error:\n{last}"
     return f"DistBackendError: {place}, NCCL version 2.27.5\n{what}"
 

@@ -283,9 +283,11 @@ def test_page_of_seams_is_up_to_date():
     assert "|  |\n" not in page  # Each patch has a reason.
 
 
-IMPORTS = (
-    "from unsloth_multigpu.tools.probe import leave_outcome as main\nfrom unsloth_multigpu.errors import SetupError\n"
-)
+IMPORTS = """
+import os
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.tools.probe import leave_outcome as main
+"""
 
 
 @pytest.mark.parametrize(

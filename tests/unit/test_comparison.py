@@ -132,7 +132,7 @@ def test_sums_are_as_wide_as_the_device(monkeypatch, properties, dtype):
     assert sum_dtype(torch.device("cpu")) == torch.float64
 
 
-def test_difference_of_the_size_of_rounding_is_equal():
+def test_difference_of_the_size_of_rounding_is_equal_and_its_bound_is_told():
     base = Comparison(1, 2, 1, 1, difference=Difference(1.0, 1.0, 6e-5, "bias", 0.05), bound=1e-5)
     assert not base.is_exact
     assert "the gradient differs by 6.0e-05" in str(base)
@@ -143,8 +143,5 @@ def test_difference_of_the_size_of_rounding_is_equal():
     assert not dataclasses.replace(base, rounding=1e-6).is_exact
     assert not dataclasses.replace(explained, unproven="it draws").is_exact
     assert not dataclasses.replace(base, rounding=math.nan).is_exact
-
-
-def test_bound_of_a_lower_precision_is_told():
-    found = Comparison(1, 2, 1, 1, difference=Difference(1.0, 1.0, 2.6e-3), bound=5e-2)
-    assert str(found).endswith("equal gradient, differs by 2.6e-03 (rounding in this precision: up to 5e-02)")
+    lower = Comparison(1, 2, 1, 1, difference=Difference(1.0, 1.0, 2.6e-3), bound=5e-2)
+    assert str(lower).endswith("equal gradient, differs by 2.6e-03 (rounding in this precision: up to 5e-02)")

@@ -10,14 +10,10 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.option_type import options_of
-from unsloth_multigpu.options import ENV_CONFIG, ENV_PREFIX, FORMER, INTERNAL_VARIABLES, MultiGPUConfig
+from unsloth_multigpu.options import ENV_CONFIG, ENV_PREFIX, FORMER, INTERNAL_VARIABLES, MultiGPUConfig, variable
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.strategy import AllReduce
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
-
-
-def variable(option):
-    return ENV_PREFIX + option.upper()
 
 
 @contextmanager
@@ -59,12 +55,7 @@ OPTIONS = f"Options: {', '.join(options_of(MultiGPUConfig))}."
     ("option", "value", "message", "hint"),
     [
         ("num_gpu", 2, "enable_multi_gpu: num_gpu=2 is not an option", "Did you mean num_gpus?"),
-        (
-            "xyzzy",
-            2,
-            "enable_multi_gpu: xyzzy=2 is not an option",
-            f"Options: {', '.join(options_of(MultiGPUConfig))}.",
-        ),
+        ("xyzzy", 2, "enable_multi_gpu: xyzzy=2 is not an option", OPTIONS),
         ("num_gpus", 0, f"num_gpus=0; {WHOLE} 1 and at most 1e+09", "Leave num_gpus out"),
         ("num_gpus", True, f"num_gpus=True; {WHOLE} 1", "all visible GPUs"),
         ("num_gpus", 2.0, f"num_gpus=2.0; {WHOLE} 1", "num_gpus out"),

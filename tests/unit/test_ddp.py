@@ -17,14 +17,8 @@ from unsloth_multigpu.train.ddp import DDPWrapping, uses_every_parameter
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.trainer import DDPTrainer
 
-TINY = {
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+TINY = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8}
+TINY |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,6 +31,20 @@ def quiet_libraries():
     logging.disable(logging.NOTSET)
 
 
+def config_of(name, **changes):
+    import transformers
+
+    return getattr(transformers, f"{name}Config")(**changes)
+
+
+def llama():
+    return config_of("Llama", **TINY)
+
+
+def of(name, **changes):
+    return tiny(config_of(name, **changes))
+
+
 def tiny(config=None, name="TinyForCausalLM", module="transformers.models.tiny"):
     """A model of three layers; its class says what it is for."""
     model = type(name, (nn.ModuleDict,), {"__module__": module})(
@@ -45,12 +53,6 @@ def tiny(config=None, name="TinyForCausalLM", module="transformers.models.tiny")
     if config is not None:
         model.config = config
     return model
-
-
-def llama():
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**TINY)
 
 
 def adapted(model, names=("default",), **options):
@@ -85,13 +87,6 @@ def ia3():
     return peft.PeftModel(tiny(llama()), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
 
 
-def of(config, **changes):
-    """Makes a model with this config, a class of transformers."""
-    import transformers
-
-    return tiny(getattr(transformers, config)(**changes))
-
-
 USES_EVERY_PARAMETER = [
     lambda: tiny(llama()),
     lambda: partly_frozen(tiny(llama()), "q_proj"),
@@ -102,11 +97,11 @@ USES_EVERY_PARAMETER = [
     lambda: adapted(tiny(llama(), "TinyForSequenceClassification")),
     lambda: partly_frozen(adapted(tiny(llama()), ("default", "other")), ".other."),
     lambda: partly_frozen(with_layer("pooler"), "pooler"),
-    lambda: of("Qwen3Config", **TINY),
-    lambda: of("Gemma2Config", **TINY),
-    lambda: of("Phi3Config", **TINY, pad_token_id=0),
-    lambda: of("GPT2Config"),
-    lambda: of("OPTConfig", layerdrop=0.0),
+    lambda: of("Qwen3", **TINY),
+    lambda: of("Gemma2", **TINY),
+    lambda: of("Phi3", **TINY, pad_token_id=0),
+    lambda: of("GPT2"),
+    lambda: of("OPT", layerdrop=0.0),
 ]
 MAY_LEAVE_ONE_OUT = [
     lambda: adapted(tiny(llama()), target_modules=["q_proj", "lm_head"]),
@@ -122,14 +117,12 @@ MAY_LEAVE_ONE_OUT = [
     lambda: tiny(llama(), module="__main__"),
     # Other heads may leave a pooler or a mask embedding without a gradient.
     lambda: tiny(llama(), "TinyForSequenceClassification"),
-    lambda: of("MixtralConfig", **TINY),
-    lambda: of("GptOssConfig", **TINY),
-    lambda: of("DbrxConfig"),
-    lambda: of("Gemma3Config"),
-    lambda: of("Llama4Config"),
-    lambda: of("Qwen2_5OmniConfig"),
-    lambda: of("WhisperConfig", encoder_layerdrop=0.1),
-    lambda: of("GPT2Config", add_cross_attention=True),
+    lambda: of("Mixtral", **TINY),
+    lambda: of("Dbrx"),
+    lambda: of("Gemma3"),
+    lambda: of("Qwen2_5Omni"),
+    lambda: of("Whisper", encoder_layerdrop=0.1),
+    lambda: of("GPT2", add_cross_attention=True),
 ]
 
 
@@ -158,14 +151,9 @@ def wrap(model, accelerator, find_unused_parameters=None):
         return accelerator.prepare_model(model)
 
 
+# What the script says in TrainingArguments stands.
 @pytest.mark.parametrize(
-    ("argument", "sure", "told"),
-    [
-        (None, True, False),
-        (None, False, "untouched"),
-        # What the script says in TrainingArguments stands.
-        (True, True, "untouched"),
-    ],
+    ("argument", "sure", "told"), [(None, True, False), (None, False, "untouched"), (True, True, "untouched")]
 )
 def test_ddp_is_told_once_the_model_is_known(argument, sure, told):
     accelerator = Accelerator()

@@ -104,9 +104,10 @@ def test_adapter_that_peft_loads_from_the_disk_is_the_same_model(base, options, 
     model = with_lora(base, **{name: value for name, value in options.items() if name != "frozen"})
     if options.get("bias") == "lora_only":
         model.base_model.model.model.layers[0].input_layernorm.weight.requires_grad_(True)
+    torch.manual_seed(2)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and frozen not in name)
-    _move(model)
+        if parameter.requires_grad_(parameter.requires_grad and frozen not in name).requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)  # As training moves it.
     built, arrays = ClientModel(lambda: copy.deepcopy(model), 0), state_of(model)
     expected = logits(built.prepare(arrays, CPU))
     assert float((expected - logits(base)).abs().max()) > 1e-3
@@ -118,15 +119,6 @@ def test_adapter_that_peft_loads_from_the_disk_is_the_same_model(base, options, 
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=2e-5)
 
 
-def _move(model):
-    """As training does, whatever is trained."""
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.05 * torch.randn_like(parameter)
-
-
 def _with_bias(base):
     base = copy.deepcopy(base)
     for layer in base.model.layers:
@@ -134,28 +126,21 @@ def _with_bias(base):
     return base
 
 
-def conv_with_lora():
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(nn.Sequential(nn.Conv2d(2, 3, 1)), LoraConfig(target_modules=["0"], r=2))
-
-
-def adalora():
-    from peft import AdaLoraConfig, get_peft_model
-
-    config = AdaLoraConfig(target_modules=["0"], init_r=2, target_r=1, total_step=10, tinit=1, tfinal=1)
-    return get_peft_model(nn.Sequential(nn.Linear(2, 3)), config)
-
-
 def test_what_is_no_plain_product_is_refused_by_name(base):
+    from peft import AdaLoraConfig, LoraConfig, get_peft_model
+
     def reasons(model):
         return not_projectable(model, exchanged_tensors(model))
 
+    def adapted(layer, config, **options):
+        return get_peft_model(nn.Sequential(layer), config(target_modules=["0"], **options))
+
+    adalora = {"init_r": 2, "target_r": 1, "total_step": 10, "tinit": 1, "tfinal": 1}
     assert reasons(with_lora(base)) == []
     for model, reason in (
         (with_lora(base, use_dora=True), r"lora_magnitude_vector\.default\.weight is not a factor"),
-        (adalora(), r"lora_E\.default is not a factor"),
-        (conv_with_lora(), r"lora_A\.default\.weight has shape \(2, 2, 1, 1\)"),
+        (adapted(nn.Linear(2, 3), AdaLoraConfig, **adalora), r"lora_E\.default is not a factor"),
+        (adapted(nn.Conv2d(2, 3, 1), LoraConfig, r=2), r"lora_A\.default\.weight has shape \(2, 2, 1, 1\)"),
         (nn.Linear(2, 2), "no pair of lora_A and lora_B is trained"),
     ):
         assert any(re.search(reason, text) for text in reasons(model)), reasons(model)
@@ -206,14 +191,6 @@ def record(**tensors):
     return ArrayRecord({{"a": A, "b": B}.get(name, name): Array(value.numpy()) for name, value in tensors.items()})
 
 
-def records(pairs):
-    return [record(a=a, b=b) for a, b in pairs]
-
-
-def plain_mean(pairs, weights):
-    return weighted_mean(records(pairs), weights, [A, B])
-
-
 def product(arrays):
     return to_tensor(arrays[B]).double() @ to_tensor(arrays[A]).double()
 
@@ -222,14 +199,15 @@ def product(arrays):
 @given(federations())
 def test_product_is_the_nearest_one_and_each_mode_reports_its_distance_from_the_dense_mean(federation):
     pairs, weights = federation
-    averaged, dense = plain_mean(pairs, weights), dense_mean(pairs, weights)
+    replies, dense = [record(a=a, b=b) for a, b in pairs], dense_mean(pairs, weights)
     a, b = mean_of_products(pairs, weights)
     assert (a.shape, b.shape) == (pairs[0][0].shape, pairs[0][1].shape)
     # Eckart and Young: no product of this rank comes nearer than what the singular values leave.
     left = torch.linalg.svdvals(dense)[len(a) :]
     assert float((b @ a - dense).norm()) <= float(left.norm()) + 1e-12 + 1e-9 * float(dense.norm())
     for mode in ("mean", "project"):
-        arrays, remainder = aggregate_lora(records(pairs), weights, averaged, mode=mode)
+        averaged = weighted_mean(replies, weights, [A, B])
+        arrays, remainder = aggregate_lora(replies, weights, averaged, mode=mode)
         expected = float((product(arrays) - dense).norm())
         # Computed by way of inner products, whose rounding is its square root.
         assert math.isclose(remainder * float(dense.norm()), expected, rel_tol=1e-3, abs_tol=1e-6)

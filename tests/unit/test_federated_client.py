@@ -1,5 +1,6 @@
 """What a client does with a message: seeds, state, FedProx, errors; on plain models and tiny Llamas in this process."""
 
+import math
 import random
 from contextlib import suppress
 
@@ -15,7 +16,7 @@ from torch import nn
 from tests.helpers.tiny import build_tiny, topics
 from unsloth_multigpu.errors import ConfigError, FederatedError
 from unsloth_multigpu.federated.aggregation import to_tensor
-from unsloth_multigpu.federated.client import client_seed, make_client_app, proximal_pull
+from unsloth_multigpu.federated.client import client_seed, make_client_app
 from unsloth_multigpu.federated.flower_strategy import changed_by
 
 NUM_CLIENTS = 4
@@ -38,6 +39,10 @@ def tensors(content):
 
 def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def random_states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
 def builder():
@@ -90,9 +95,9 @@ def test_result_depends_on_seed_round_and_client_and_on_nothing_that_ran_before(
     ask(app, "train", start, 0, **{"server-round": 5})
     ask(app, "evaluate", start, 1)
     torch.rand(3), random.random(), np.random.rand()
-    before = random.getstate(), float(np.random.get_state()[1].sum()), torch.get_rng_state().tolist()
+    before = random_states()
     after_others = ask(app, "train", start, 2, **{"server-round": 5})
-    assert before == (random.getstate(), float(np.random.get_state()[1].sum()), torch.get_rng_state().tolist())
+    assert random_states() == before
     assert same(tensors(alone), tensors(after_others))
     assert alone["metrics"] == after_others["metrics"]
     for client_id, server_round in ((1, 5), (2, 6)):
@@ -198,37 +203,25 @@ def test_what_a_client_changed_is_gone_and_frozen_weights_are_named(app, start, 
     assert same(tensors(reply), tensors(expected))
 
 
-def nan_weights(model, client):
-    with torch.no_grad():
-        model[3].bias[0] = float("nan")
-    return 1, {}
-
-
-def reshape(model, client):
-    model[1].running_mean = torch.zeros(9)
-    return 1, {}
-
-
-def remove(model, client):
-    model[3] = nn.Identity()
-    return 1, {}
-
-
 @pytest.mark.parametrize(
-    ("train_fn", "text"),
+    ("spoil", "result", "text"),
     [
-        (nan_weights, r"3\.bias is infinite or NaN"),
-        (remove, r"3\.weight is missing after the client's training"),
-        (reshape, r"1\.running_mean has shape \(9,\) after the client's training; its shape was \(8,\)"),
-        (lambda model, client: None, "train_fn returned None, not .number of examples, metrics."),
-        (lambda model, client: (1.5, {}), "train_fn returned .1.5, .*not .number of examples, metrics."),
-        (lambda model, client: (-1, {}), "train_fn returned .-1"),
-        (lambda model, client: (1, {"text": "good"}), "train_fn returned .*'good'.*, which are not metrics"),
-        (lambda model, client: (1, {"num-examples": 3}), "'num-examples' is reserved"),
+        (lambda model: model[3].bias.data.fill_(math.nan), (1, {}), r"3\.bias is infinite or NaN"),
+        (lambda model: model.pop(3), (1, {}), r"3\.weight is missing after the client's training"),
+        (
+            lambda model: setattr(model[1], "running_mean", torch.zeros(9)),
+            (1, {}),
+            r"1\.running_mean has shape \(9,\) after the client's training; its shape was \(8,\)",
+        ),
+        (len, None, "train_fn returned None, not .number of examples, metrics."),
+        (len, (1.5, {}), "train_fn returned .1.5, .*not .number of examples, metrics."),
+        (len, (-1, {}), "train_fn returned .-1"),
+        (len, (1, {"text": "good"}), "train_fn returned .*'good'.*, which are not metrics"),
+        (len, (1, {"num-examples": 3}), "'num-examples' is reserved"),
     ],
 )
-def test_result_that_cannot_be_averaged_is_an_error(train_fn, text, start):
-    app = make_client_app(builder, train_fn)
+def test_result_that_cannot_be_averaged_is_an_error(spoil, result, text, start):
+    app = make_client_app(builder, lambda model, client: [spoil(model), result][1])
     for _ in range(2):  # The next client's turn is not spoiled by it.
         with pytest.raises((FederatedError, ConfigError), match=text):
             ask(app, "train", start)
@@ -308,31 +301,32 @@ def test_proximal_term_is_that_of_the_paper(make_optimizer, num_accumulated):
     assert max(float((free[n] - expected[n]).abs().max()) for n in expected) > 1e-3
 
 
-def test_step_that_the_proximal_term_cannot_reach_is_an_error():
-    def with_closure(model, client):
-        torch.optim.SGD(model.parameters(), 0.1).step(lambda: 0.0)
-        return 1, {}
+class FailingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ZeroDivisionError
 
-    for train_fn, text in (
+
+def with_closure(model):
+    torch.optim.SGD(model.parameters(), 0.1).step(lambda: 0.0)
+
+
+def failing(model):
+    with suppress(ZeroDivisionError):
+        FailingSGD(model.parameters(), 0.1).step()
+
+
+@pytest.mark.parametrize(
+    ("work", "text"),
+    [
         (with_closure, r"proximal-mu does not work with SGD.step\(closure\)"),
-        (lambda model, client: (1, {}), "no torch optimizer took a step"),
-    ):
-        app = make_client_app(builder, train_fn)
-        with pytest.raises(FederatedError, match=text):
-            ask(app, "train", ask(app, "query.initial")["arrays"], **{"proximal-mu": 0.1})
-
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            raise ZeroDivisionError
-
-    model = builder()
-    optimizer = Failing(model.parameters(), 0.1)
-    with (
-        pytest.raises(FederatedError, match="later steps had no"),
-        proximal_pull(model, 0.5),
-        suppress(ZeroDivisionError),
-    ):
-        optimizer.step()
+        (len, "no torch optimizer took a step"),
+        (failing, "later steps had no"),
+    ],
+)
+def test_step_that_the_proximal_term_cannot_reach_is_an_error(work, text, start):
+    app = make_client_app(builder, lambda model, client: [work(model), (1, {})][1])
+    with pytest.raises(FederatedError, match=text):
+        ask(app, "train", start, **{"proximal-mu": 0.1})
 
 
 @pytest.mark.thorough
@@ -348,12 +342,12 @@ def test_trainer_of_hugging_face_with_the_proximal_term(tmp_path):
     depths = []
 
     class PullByHand(TrainerCallback):
-        def __init__(self, model, mu):
-            self.mu, self.start = mu, {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
+        def on_train_begin(self, *args, model, **kwargs):
+            self.start = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
 
         def on_pre_optimizer_step(self, *args, **kwargs):
             for parameter, start in self.start.items():
-                parameter.grad += self.mu * (parameter.detach() - start)
+                parameter.grad += 3.0 * (parameter.detach() - start)
 
     def build():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -364,24 +358,20 @@ def test_trainer_of_hugging_face_with_the_proximal_term(tmp_path):
         quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
         options = TrainingArguments(str(tmp_path), bf16=True, learning_rate=0.05, seed=client.seed, **sizes, **quiet)
         data = Dataset.from_dict({"input_ids": rows, "labels": rows})
-        callbacks = [PullByHand(model, client.config["by-hand"])] if "by-hand" in client.config else []
+        callbacks = [PullByHand()] * client.config["by-hand"]
         Trainer(model=model, args=options, train_dataset=data, callbacks=callbacks).train()
-        depths.append(_depth(model))
+        depth, function = 0, model.forward
+        while (function := getattr(function, "__wrapped__", None)) is not None:
+            depth += 1
+        depths.append(depth)  # How many wrappers lie around the model's forward.
         return len(rows), {}
 
     app = make_client_app(build, train_with_trainer, seed=1)
     start = ask(app, "query.initial")["arrays"]
-    pulled = tensors(ask(app, "train", start, **{"proximal-mu": 3.0}))
-    by_hand = tensors(ask(app, "train", start, **{"by-hand": 3.0}))
-    free = tensors(ask(app, "train", start))
+    pulled, by_hand, free = (
+        tensors(ask(app, "train", start, **{"proximal-mu": mu, "by-hand": number}))
+        for mu, number in ((3.0, 0), (0.0, 1), (0.0, 0))
+    )
     assert max(float((pulled[n] - by_hand[n]).abs().max()) for n in free) <= 1e-6
     assert max(float((pulled[n] - free[n]).abs().max()) for n in free) > 1e-3
     assert len(set(depths)) == 1  # bf16 wraps `forward` in each Trainer, around what the last one left.
-
-
-def _depth(model):
-    """How many wrappers lie around the model's forward."""
-    depth, function = 0, model.forward
-    while (function := getattr(function, "__wrapped__", None)) is not None:
-        depth += 1
-    return depth

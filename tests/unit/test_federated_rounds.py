@@ -121,7 +121,7 @@ def test_server_optimizer_leaves_running_statistics_to_the_mean():
 
 
 def test_draw_of_clients_is_repeatable_and_leaves_the_random_state_alone():
-    grids = [grid_of(), grid_of(), grid_of()]
+    grids = [grid_of() for _ in range(3)]
     for grid, seed, noise in zip(grids, (0, 0, 1), (1, 2, 3), strict=True):
         random.seed(noise)
         np.random.seed(noise)
@@ -173,12 +173,12 @@ def test_weights_that_are_no_numbers_are_an_error_and_not_saved(tmp_path):
     assert rounds_in(tmp_path) == []
 
 
-def private():
-    return DifferentialPrivacyServerSideFixedClipping(make_strategy("fedavg", {}), 1.0, 1.0, NUM_CLIENTS)
+def clipping(inner, num_sampled=3):
+    return DifferentialPrivacyServerSideFixedClipping(inner, 1.0, 1.0, num_sampled)
 
 
 def test_noise_is_not_that_of_the_seed():
-    one, other = weights(run(private(), 1)), weights(run(private(), 1))
+    one, other = (weights(run(clipping(make_strategy("fedavg", {}), NUM_CLIENTS), 1)) for _ in range(2))
     assert not np.array_equal(one["weight"], other["weight"])
     # Flower leaves a number without a dimension as it is, so this is the mean.
     assert one["num_batches_tracked"] == 2
@@ -265,13 +265,6 @@ def test_damaged_round_is_passed_over(tmp_path, caplog):
         assert "round-3.pt is skipped, because it is damaged: " in caplog.text
 
 
-PRIVATE = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "num_sampled_clients": 3}
-
-
-def clipping(inner):
-    return DifferentialPrivacyServerSideFixedClipping(inner, **PRIVATE)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "fact"),
     [
@@ -314,5 +307,5 @@ def test_clipping_by_clients_needs_their_mod():
     good = clipping(FedAvg())
     assert checked_strategy(good, None) is good
     with pytest.raises(ConfigError, match="ClientSideFixedClipping needs clients that clip their updates") as error:
-        checked_strategy(DifferentialPrivacyClientSideFixedClipping(FedAvg(), **PRIVATE), None)
+        checked_strategy(DifferentialPrivacyClientSideFixedClipping(FedAvg(), 1.0, 1.0, 3), None)
     assert "DifferentialPrivacyServerSideFixedClipping" in error.value.hint

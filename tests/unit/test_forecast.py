@@ -17,21 +17,10 @@ GIB = 2**30
 
 
 def workload(lengths=((100, 50, 200, 70),) * 3, **values):
-    base = {
-        "cost": CostModel(overhead_tokens=32.0),
-        "token_s": 1e-3,
-        "update_s": 0.01,
-        "loading_s": 0.0,
-        "callbacks_s": 0.0,
-        "steps": tuple(tuple(step) for step in lengths),
-        "sizes": (len(lengths[0]),),
-        "num_steps": 100,
-        "regroup": True,
-        "max_tokens": None,
-        "gradient_bytes": 10**6,
-        "hides": 0.0,
-    }
-    return Workload(**{**base, **values})
+    times = {"token_s": 1e-3, "update_s": 0.01, "loading_s": 0.0, "callbacks_s": 0.0, "hides": 0.0}
+    plan = {"num_steps": 100, "regroup": True, "max_tokens": None, "cost": CostModel(overhead_tokens=32.0)}
+    data = {"steps": tuple(map(tuple, lengths)), "sizes": (len(lengths[0]),), "gradient_bytes": 10**6}
+    return Workload(**{**times, **plan, **data, **values})
 
 
 @st.composite

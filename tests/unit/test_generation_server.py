@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-import sys
 import time
 
 import pytest
 
 from tests.helpers.run import orphans, wait_until
 from unsloth_multigpu.errors import GeneratorError
-from unsloth_multigpu.launch import generation_server
 from unsloth_multigpu.launch.generation_server import GenerationServer, free_ports
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.event import SERVER_WANTED, Event
@@ -49,19 +47,13 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     """Makes a server whose program is MODULE, with an option of it."""
-    (tmp_path / "stand_in_server.py").write_text(MODULE)
+    scripts = tmp_path / "trl" / "scripts"
+    scripts.mkdir(parents=True)
+    (scripts / "vllm_serve.py").write_text(MODULE)
+    for folder in (scripts, scripts.parent):
+        (folder / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("HERE", str(tmp_path))
-    monkeypatch.setattr(generation_server, "_PROGRAM", "stand_in_server")
-    # As `-m` starts it, with another program.
-    starts = generation_server.start_process
-    run = "import sys; from unsloth_multigpu.launch import generation_server as g; g._PROGRAM = 'stand_in_server'; "
-
-    def start(command, *others):
-        assert command[:3] == [sys.executable, "-m", "unsloth_multigpu.launch.generation_server"]
-        return starts([sys.executable, "-c", f"{run}g._become_server()", *command[3:]], *others)
-
-    monkeypatch.setattr(generation_server, "start_process", start)
 
     def server(fault="", timeout_s=60.0):
         monkeypatch.setenv("STAND_IN", fault)

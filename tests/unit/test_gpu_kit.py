@@ -131,23 +131,16 @@ def test_step_is_recorded_with_its_end(tmp_path, monkeypatch, code, facts, rc, p
 
 
 def test_part_goes_on_and_names_what_is_missing(tmp_path, monkeypatch, capsys):
-    table = [
-        Step("bad", 1, "", 20, ("-c", "raise SystemExit(2)")),
-        Step("good", 1, "", 20, ("-c", WRITES)),
-        Step("wide", 1, "", 20, ("-c", ""), num_cards=16),
-    ]
+    codes = {"bad": "raise SystemExit(2)", "good": WRITES, "wide": ""}
+    table = [Step(name, 1, "", 20, ("-c", code), 16 if name == "wide" else 1) for name, code in codes.items()]
     monkeypatch.setattr(kit, "steps_of", lambda *_, **__: tuple(table))
     machine = {"cards": [], "device": "cpu", "is_tiny": True}
     monkeypatch.setattr(kit, "look_at_machine", lambda _: machine)
-    arguments = ["--tiny", "--device", "cpu", "--part", "1", "--out", str(tmp_path / "r.json")]
-    arguments += ["--pack", str(tmp_path / "gpu.tgz")]
+    arguments = f"--tiny --device cpu --part 1 --out {tmp_path}/r.json --pack {tmp_path}/gpu.tgz".split()
     assert kit.main(arguments) == 1
     record = json.loads((tmp_path / "r.json").read_text())
-    assert [(name, kit.has_passed(step)) for name, step in record["steps"].items()] == [
-        ("bad", False),
-        ("good", True),
-        ("wide", True),
-    ]
+    passed = {name: kit.has_passed(step) for name, step in record["steps"].items()}
+    assert passed == {"bad": False, "good": True, "wide": True}
     assert record["steps"]["wide"]["skipped"] == "needs 16 cards, 2 visible"
     assert "not passed: bad" in capsys.readouterr().out
     with tarfile.open(tmp_path / "gpu.tgz") as tar:

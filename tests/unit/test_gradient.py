@@ -108,26 +108,20 @@ def test_out_of_memory_elsewhere_says_where():
     with pytest.raises(MemoryError, match="in step 1, outside forward and backward passes"), rank.checked():
         raise MemoryError
     rank.model.eval()
-    with (
-        pytest.raises(MemoryError, match=r"(?s)in a batch of the evaluation of step 1 .*per_device_eval_batch_size"),
-        rank.checked(),
-    ):
-        rank.compute_loss(rank.model, _raising(MemoryError()))
+    told = r"(?s)in a batch of the evaluation of step 1 .*per_device_eval_batch_size"
+    with pytest.raises(MemoryError, match=told), rank.checked():
+        rank.compute_loss(rank.model, TooLarge(ids=torch.ones(5, 9, dtype=torch.int64), mask=torch.ones(5, 3)))
 
 
-def _raising(error):
-    class Inputs(dict):
-        def __getitem__(self, key):
-            raise error
-
-    return Inputs(ids=torch.ones(5, 9, dtype=torch.int64), mask=torch.ones(5, 3))
+class TooLarge(dict):
+    def __getitem__(self, key):
+        raise MemoryError
 
 
 @contextmanager
 def two_ranks(**options):
-    """Two ranks' checks over one store; each call of `draw` is one of `get_batch_samples`, for one batch."""
-    store, config = HashStore(), MultiGPUConfig(timeout_s=0.05, **options)
-    found = []
+    """Calls of `get_batch_samples` for one batch, on two ranks whose checks have one store."""
+    store, config, draws = HashStore(), MultiGPUConfig(timeout_s=0.05, **options), []
     with ExitStack() as stack:
         for rank in range(2):
             trainer, manager = FakeTrainer(), manager_of(store, rank, 2, config)
@@ -136,19 +130,16 @@ def two_ranks(**options):
             lead = Lead(manager, HeartbeatPage(None, rank))
             check = StepCheck(trainer, manager, SimpleNamespace(has_one_order=False), lead)
             stack.enter_context(Loop(trainer, [check]).steering())
-            found.append(trainer)
-        yield found
-
-
-def draw(trainer, batches):
-    return trainer.get_batch_samples(batches, 1, "cpu")
+            draws.append(lambda batches, trainer=trainer: trainer.get_batch_samples(batches, 1, "cpu"))
+        yield draws
 
 
 def test_ranks_with_as_many_batches_pass_to_the_next_epoch():
-    with two_ranks() as (first, second):
+    with two_ranks() as draws:
         for _ in range(2):
-            mine, its = iter(range(2)), iter(range(2))
-            assert [draw(first, mine) for _ in range(3)] == [draw(second, its) for _ in range(3)] == [0, 1, None]
+            batches = iter(range(2)), iter(range(2))
+            drawn = [[draw(mine) for _ in range(3)] for draw, mine in zip(draws, batches, strict=True)]
+            assert drawn == [[0, 1, None]] * 2
 
 
 @pytest.mark.parametrize(("of_rank_0", "of_rank_1"), [(1, 2), (2, 1)])
@@ -156,21 +147,21 @@ def test_rank_that_has_no_more_batches_while_rank_0_has_or_the_other_way_round_i
     less, more = (0, 1) if of_rank_0 < of_rank_1 else (1, 0)
     with two_ranks() as (first, second):
         mine, its = iter(range(of_rank_0)), iter(range(of_rank_1))
-        assert [draw(first, mine), draw(first, mine)] == [0, 1 if of_rank_0 > 1 else None]
-        assert draw(second, its) == 0
+        assert [first(mine), first(mine)] == [0, 1 if of_rank_0 > 1 else None]
+        assert second(its) == 0
         with pytest.raises(DivergenceError, match=f"rank {less} has no more batches in step 13, and rank {more} has"):
-            draw(second, its)
+            second(its)
 
 
 def test_rank_that_waits_for_rank_0s_batch_waits_no_longer_than_it_may():
     wait = "rank 1 waited 0.05 seconds for rank 0 to reach its next batch after step 12"
     with two_ranks() as (_, second), pytest.raises(RankTimeoutError, match=wait):
-        draw(second, iter(range(2)))
+        second(iter(range(2)))
 
 
 def test_batches_of_ranks_that_step_independently_are_not_compared():
     with two_ranks(strategy="local_sgd") as (_, second):
-        assert draw(second, iter(range(2))) == 0
+        assert second(iter(range(2))) == 0
 
 
 def test_micro_batch_without_effect_adds_nothing_beside_the_model_either():

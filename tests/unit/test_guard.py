@@ -15,28 +15,19 @@ from unsloth_multigpu.train.progress import CallbackPhase, Guard, Progress
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 
-class Handler:
-    """torch's `callback_handler`."""
-
-    def __init__(self):
-        self.start_callbacks = []
-        self.end_callbacks = []
-        self.register_start_callback = self.start_callbacks.append
-        self.register_end_callback = self.end_callbacks.append
-        self.remove_start_callback = self.start_callbacks.remove
-        self.remove_end_callback = self.end_callbacks.remove
-
-
 @pytest.mark.parametrize("arguments", [(), ("CallbackArgs",)])
 def test_compiler_marks_its_time(monkeypatch, arguments):
-    handler, page = Handler(), HeartbeatPage(None, 0)
+    page, begins, ends = HeartbeatPage(None, 0), [], []
+    of_starts = {"register_start_callback": begins.append, "remove_start_callback": begins.remove}
+    of_ends = {"register_end_callback": ends.append, "remove_end_callback": ends.remove}
+    handler = SimpleNamespace(start_callbacks=begins, **of_starts, **of_ends)
     monkeypatch.setitem(sys.modules, "torch._dynamo.callback", SimpleNamespace(callback_handler=handler))
     trainer = FakeTrainer()
     with Loop(trainer, [Guard(trainer, page)]).steering():
         for _ in range(2):
             trainer.get_batch_samples(iter([]), 1, None)
         page.mark(Phase.COMPUTE)
-        (begin,), (end,) = handler.start_callbacks, handler.end_callbacks
+        (begin,), (end,) = begins, ends
         begin(*arguments)
         assert page.phase == Phase.COMPILE
         begin(*arguments)
@@ -46,7 +37,7 @@ def test_compiler_marks_its_time(monkeypatch, arguments):
         page.mark(Phase.UPDATE)  # The main thread has gone on.
         end(*arguments)
         assert page.phase == Phase.UPDATE
-    assert handler.start_callbacks == handler.end_callbacks == []
+    assert begins == ends == []
 
 
 class Noting(FakeTrainer):
@@ -88,22 +79,16 @@ def test_training_is_marked_phase_by_phase():
     page.mark(step=7)
     with Loop(trainer, [CallbackPhase(page), Guard(trainer, page)]).steering():
         assert (page.phase, page.step) == (Phase.SETUP, 0)
-        trainer.get_batch_samples()
-        trainer.training_step()
-        trainer.training_step()
-        trainer.note("update")
-        trainer.event("on_optimizer_step")
-        trainer.state.global_step = 1
-        trainer.event("on_step_end")
-        trainer._maybe_log_save_evaluate()
-        trainer.get_batch_samples()
-        trainer.training_step()
-        trainer.note("update")
-        trainer.event("on_optimizer_step")
-        trainer.state.global_step = 2
-        trainer.control.should_save = trainer.control.should_training_stop = True
-        trainer.event("on_step_end")
-        trainer._maybe_log_save_evaluate()
+        for num_micro_batches, is_last in ((2, False), (1, True)):
+            trainer.get_batch_samples()
+            for _ in range(num_micro_batches):
+                trainer.training_step()
+            trainer.note("update")
+            trainer.event("on_optimizer_step")
+            trainer.state.global_step += 1
+            trainer.control.should_save = trainer.control.should_training_stop = is_last
+            trainer.event("on_step_end")
+            trainer._maybe_log_save_evaluate()
         assert page.phase == Phase.SAVE
         trainer.event("on_epoch_end")
         assert page.phase == Phase.ENDED
