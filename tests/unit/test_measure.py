@@ -8,6 +8,7 @@ from datasets import Dataset
 from torch import nn
 from torch.utils.data import Subset
 
+from tests.helpers.refused import refused
 from unsloth_multigpu.deal.measure import Stopwatch, read_lengths
 from unsloth_multigpu.errors import SetupError
 
@@ -109,7 +110,7 @@ def test_rows_of_another_kind_are_read_when_asked():
     ("dataset", "message"),
     [
         (Rows(), "Rows has no attribute `lengths` with the tokens of each row"),
-        (Rows(lengths=[1]), r"Rows.lengths has 1 entries for 4 rows"),
+        (Rows(lengths=[1]), "Rows.lengths has 1 entries for 4 rows"),
         (Dataset.from_dict({"text": ["a"]}), "no input_ids and no column 'length'"),
         (Dataset.from_dict({"input_ids": [[1], None]}), "row 1 has no input_ids"),
         (Dataset.from_dict({"text": ["a"]}).with_transform(lambda rows: rows), "get their tokens when they are read"),
@@ -117,6 +118,5 @@ def test_rows_of_another_kind_are_read_when_asked():
     ],
 )
 def test_unknown_lengths_are_an_error(dataset, message):
-    with pytest.raises(SetupError, match=message) as error:
+    with refused(SetupError, message):
         lengths(dataset)
-    assert error.value.hint

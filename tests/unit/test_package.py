@@ -131,14 +131,11 @@ def test_site_has_every_public_name(site):
     assert {name for name in unsloth_multigpu.__all__ if callable(getattr(unsloth_multigpu, name))} <= set(shown)
 
 
-def test_version_is_the_same_in_every_place():
+def test_version_is_the_same_in_every_place_and_the_oldest_python_and_types_are_named():
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {unsloth_multigpu.__version__}\n" in citation
     assert unsloth_multigpu.__version__ in README
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
-def test_classifiers_name_the_oldest_python_and_types():
     assert PROJECT["requires-python"] == ">=3.10"
     assert {"Programming Language :: Python :: 3.10", "Typing :: Typed"} <= set(PROJECT["classifiers"])
     assert (ROOT / "unsloth_multigpu" / "py.typed").is_file()

@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import unsloth_multigpu as ump
+from tests.helpers.options import another_value
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.option_type import Scope, options_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.plugin import Session
 from unsloth_multigpu.program import Program, warn_of_unwrapped_steps
@@ -37,21 +39,10 @@ def test_one_process_with_one_device_gets_the_model_itself():
     assert ump.wrap_model_multi_gpu(model) is model
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "local_sgd"},
-        {"enable_ddp": False},
-        {"balance": "tokens"},
-        {"max_tokens_per_micro_batch": 64},
-        {"resume": "auto"},
-        {"on_nan": "skip"},
-        {"inexact": "raise"},
-    ],
-)
-def test_option_that_only_a_trainer_follows_is_refused(options, monkeypatch):
-    monkeypatch.setattr(plugin, "_session", Session(MultiGPUConfig(**options), SINGLE_PROCESS))
-    (name,) = options
+@pytest.mark.parametrize("name", [n for n, row in options_of(MultiGPUConfig).items() if Scope.TRAINER in row.scopes])
+def test_option_that_only_a_trainer_follows_is_refused(name, monkeypatch):
+    config = MultiGPUConfig(**{name: another_value(name)})
+    monkeypatch.setattr(plugin, "_session", Session(config, SINGLE_PROCESS))
     with pytest.raises(SetupError, match=f"{name}=.* needs a transformers.Trainer"):
         ump.wrap_model_multi_gpu(net())
 

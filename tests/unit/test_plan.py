@@ -8,15 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.refused import refused
 from unsloth_multigpu.deal.deal import Balance, balance_step, check_divisible, deal_step, equation, in_lockstep
-from unsloth_multigpu.deal.plan import (
-    CostModel,
-    fit_cost,
-    plan_step,
-    relative_speeds,
-    step_time,
-    without_outliers,
-)
+from unsloth_multigpu.deal.plan import CostModel, fit_cost, plan_step, relative_speeds, step_time, without_outliers
 from unsloth_multigpu.errors import ConfigError
 
 SPEEDS = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.25]), min_size=1, max_size=8).map(tuple)
@@ -43,6 +37,11 @@ def rows_of(plan):
     return sorted(p for share in plan for piece in share if not piece.is_filler for p in piece.positions)
 
 
+def assert_is_no_slower(plan, in_order, lengths, speeds, cost, **options):
+    after, before = (step_time(parts_of(p), lengths, speeds, cost, **options) for p in (plan, in_order))
+    assert after <= before * (1 + 1e-9)
+
+
 def parts_of(plan):
     return [[list(piece.positions) for piece in share if not piece.is_filler] for share in plan]
 
@@ -57,11 +56,10 @@ def test_plan_has_every_sample_once_and_is_neither_slower_nor_larger_than_dealin
     fillers = [piece for share in plan for piece in share if piece.is_filler]
     assert len(fillers) == max(0, len(speeds) - len(lengths))
     assert all(lengths[f.positions[0]] == min(lengths) and f.share == 0 for f in fillers)
-    in_order = parts_of(deal_step(sizes, len(speeds), regroup=True))
-    before, after = (step_time(p, lengths, speeds, cost) for p in (in_order, parts_of(plan)))
-    assert after <= before * (1 + 1e-9)
+    in_order = deal_step(sizes, len(speeds), regroup=True)
+    assert_is_no_slower(plan, in_order, lengths, speeds, cost)
     # The most tokens that a micro-batch dealt in order could have.
-    dealt = [part for share in in_order for part in share]
+    dealt = [part for share in parts_of(in_order) for part in share]
     most = max(sum(lengths[i] for i in part) for part in dealt)
     most = max(map(len, dealt)) * cost.padded(max(lengths)) if cost.is_padded else most
     assert max(cost.tokens([lengths[i] for i in part]) for share in parts_of(plan) for part in share) <= most
@@ -133,9 +131,7 @@ def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_s
     speeds = (1.0,) * world_size
     planned = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True, is_lockstep=True)
     in_order = deal_step(sizes, world_size, regroup=True)
-    plans = (in_order, planned)
-    before, after = (step_time(parts_of(p), lengths, speeds, cost, is_lockstep=True) for p in plans)
-    assert after <= before * (1 + 1e-9)
+    assert_is_no_slower(planned, in_order, lengths, speeds, cost, is_lockstep=True)
     plan = in_lockstep(planned, whole=False)
     assert len({len(share) for share in plan}) == 1
     assert rows_of(plan) == list(range(len(lengths)))
@@ -162,9 +158,7 @@ def test_rows_of_a_mean_keep_micro_batches_of_their_size_and_are_no_slower(lengt
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=False)
     assert rows_of(plan) == list(range(len(lengths)))
     assert {(len(piece.positions), piece.share) for share in plan for piece in share} == {(num_rows, 1.0)}
-    plans = (plan, deal_step(sizes, num_ranks, regroup=False))
-    after, before = (step_time(parts_of(p), lengths, speeds, cost) for p in plans)
-    assert after <= before * (1 + 1e-9)
+    assert_is_no_slower(plan, deal_step(sizes, num_ranks, regroup=False), lengths, speeds, cost)
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 2], [4, 4, 4], [6]])
@@ -293,11 +287,11 @@ def test_equation_shows_the_step(sizes, world_size, regroup, text):
 
 
 def test_step_with_fewer_samples_than_ranks_is_an_error():
-    with pytest.raises(ConfigError, match=r"An optimizer step of 3 sample\(s\) cannot be shared by 4 ranks") as error:
+    hint = "Set num_gpus=3 (of all nodes together), or raise per_device_train_batch_size or grad"
+    with refused(ConfigError, "An optimizer step of 3 sample(s) cannot be shared by 4 ranks", hint) as error:
         check_divisible(3, 4)
+    assert "gradient_accumulation_steps to 4 samples" in error.value.hint
     check_divisible(4, 4)
-    hint = "Hint: Set num_gpus=3 (of all nodes together), or raise per_device_train_batch_size"
-    assert f"{hint} or gradient_accumulation_steps to 4 samples" in str(error.value)
     check_divisible(2, 2, num_sharing=2)
     with pytest.raises(ConfigError, match=r"1 sample.* cannot be shared by 4 ranks") as error:
         check_divisible(1, 2, num_sharing=2)

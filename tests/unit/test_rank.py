@@ -1,6 +1,7 @@
-"""What a rank shows of an error, tells its supervisor, and asks: a question is asked once, on rank 0."""
+"""What a rank logs, shows of an error, tells its supervisor, and asks: a question is asked once, on rank 0."""
 
 import builtins
+import logging
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.launch.question import questions_shared
 from unsloth_multigpu.launch.rank import last_collective, shown_error
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire import wait
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
@@ -97,3 +99,22 @@ def test_error_at_the_prompt_reaches_the_other_rank(tmp_path, monkeypatch, raise
         identity, page = RankIdentity(rank, rank, 2, 2, "unsloth_multigpu"), HeartbeatPage(None, rank)
         with questions_shared(tmp_path, identity, 0, page), pytest.raises(kind):
             input("? ")
+
+
+@pytest.mark.parametrize(
+    ("level", "of_another"),
+    [
+        (logging.DEBUG, []),
+        (logging.INFO, []),
+        *((level, ["[rank 3] loss=1.5 share=50%"]) for level in (logging.WARNING, logging.ERROR, logging.CRITICAL)),
+    ],
+)
+def test_rank_0_says_everything_and_others_warn_with_their_number(monkeypatch, caplog, level, of_another):
+    for rank, shown in (("0", ["loss=1.5 share=50%"]), ("3", of_another)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        logger = get_logger(f"stub_logger_{rank}_{level}")
+        logger.setLevel(logging.DEBUG)
+        caplog.clear()
+        logger.log(level, "loss=%s share=50%%", 1.5)
+        assert caplog.messages == shown

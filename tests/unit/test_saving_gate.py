@@ -57,10 +57,7 @@ def ranks(monkeypatch):
     [
         (("a.json", "b.json"), ["a.json", "b.json"]),
         ((object(),), None),
-        (
-            {"gguf_files": ["m.gguf"], "is_vlm": False, "modelfile": None},
-            {"gguf_files": ["m.gguf"], "is_vlm": False, "modelfile": None},
-        ),
+        ({"gguf_files": ["m.gguf"], "modelfile": None}, {"gguf_files": ["m.gguf"], "modelfile": None}),
         (object(), None),
     ],
 )

@@ -33,13 +33,6 @@ def run(command, cwd):
     return json.loads(done.stdout)
 
 
-def assert_starts_again(arguments, cwd):
-    """Runs the program, then the command that it gives for itself: both must be the same program."""
-    first = run([sys.executable, *arguments], cwd)
-    assert first["command"] == [sys.executable, *arguments]
-    assert run([str(part) for part in first["command"]], cwd)["what"] == first["what"]
-
-
 @pytest.fixture
 def folder(tmp_path):
     """The program as a script, as a package, as a folder and as a zip file."""
@@ -52,14 +45,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("options", [["-X", "dev", "-W", "error"], ["-Xdev", "-Werror", "-OO"], ["--"]], ids=" ".join)
-def test_script_starts_again_with_its_options(folder, options):
-    assert_starts_again([*options, "train.py", *ARGUMENTS], folder)
-
-
 @pytest.mark.parametrize(
     "program",
     [
+        ["-X", "dev", "-W", "error", "train.py"],
+        ["-Xdev", "-Werror", "-OO", "train.py"],
+        ["--", "train.py"],
         ["-m", "pkg.mod"],
         ["-um", "pkg.mod"],
         ["-c", PROGRAM],
@@ -70,8 +61,11 @@ def test_script_starts_again_with_its_options(folder, options):
     ],
     ids=lambda program: " ".join(program).replace(PROGRAM, "CODE"),
 )
-def test_program_of_each_kind_starts_again(folder, program):
-    assert_starts_again([*program, *ARGUMENTS], folder)
+def test_program_of_each_kind_starts_again_with_its_options(folder, program):
+    """Runs the program, then the command that it gives for itself: both must be the same program."""
+    first = run([sys.executable, *program, *ARGUMENTS], folder)
+    assert first["command"] == [sys.executable, *program, *ARGUMENTS]
+    assert run([str(part) for part in first["command"]], folder)["what"] == first["what"]
 
 
 def test_script_is_found_after_a_change_of_folder(folder, monkeypatch):

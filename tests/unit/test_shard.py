@@ -128,31 +128,30 @@ def test_older_versions_are_refused(monkeypatch):
     )
 
 
-def test_arguments_of_the_script_stay(monkeypatch):
+@pytest.mark.parametrize(
+    ("fsdp", "config", "offload", "expected"),
+    [
+        (None, {"a": True}, False, (True, {"version": 2, "reshard_after_forward": True, "a": True})),
+        (None, "fsdp.json", True, (True, {"version": 2, "reshard_after_forward": True, "b": 1, "cpu_offload": True})),
+        (True, {"version": 1}, False, (True, {"version": 1})),
+        ("full_shard", {"version": 2}, True, ("full_shard", {"version": 2, "cpu_offload": True})),
+    ],
+)
+def test_accelerate_is_asked_and_arguments_of_the_script_stay(monkeypatch, tmp_path, fsdp, config, offload, expected):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
-    args = SimpleNamespace(fsdp=None, fsdp_config={"activation_checkpointing": True})
-    ask_accelerate_to_shard(args)
-    assert args.fsdp is True
-    assert args.fsdp_config == {"version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
-    own = SimpleNamespace(fsdp=True, fsdp_config={"version": 1})
-    ask_accelerate_to_shard(own)
-    assert own.fsdp_config == {"version": 1}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fsdp.json").write_text('{"b": 1}')
+    args = SimpleNamespace(fsdp=fsdp, fsdp_config=config)
+    ask_accelerate_to_shard(args, offload=offload)
+    assert (args.fsdp, args.fsdp_config) == expected
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
-    theirs = SimpleNamespace(fsdp=None, fsdp_config=None)
-    ask_accelerate_to_shard(theirs)
-    assert theirs.fsdp is None
+    theirs = SimpleNamespace(fsdp=fsdp, fsdp_config=config)
+    ask_accelerate_to_shard(theirs, offload=offload)
+    assert (theirs.fsdp, theirs.fsdp_config) == (fsdp, config)
 
 
-def test_offload_is_asked_of_the_engine_and_not_against_the_script(monkeypatch, tmp_path):
+def test_offload_is_not_asked_against_the_script(monkeypatch):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
-    file = tmp_path / "fsdp.json"
-    file.write_text('{"activation_checkpointing": true}')
-    of_file = SimpleNamespace(fsdp=None, fsdp_config=str(file))
-    ask_accelerate_to_shard(of_file, offload=True)
-    assert of_file.fsdp_config["activation_checkpointing"] is of_file.fsdp_config["cpu_offload"] is True
-    own = SimpleNamespace(fsdp="full_shard", fsdp_config={"reshard_after_forward": False})
-    ask_accelerate_to_shard(own, offload=True)
-    assert (own.fsdp, own.fsdp_config) == ("full_shard", {"reshard_after_forward": False, "cpu_offload": True})
     with pytest.raises(SetupError, match="fsdp_config of TrainingArguments says cpu_offload=False"):
         ask_accelerate_to_shard(SimpleNamespace(fsdp=True, fsdp_config={"cpu_offload": False}), offload=True)
     monkeypatch.delenv("UNSLOTH_FSDP2_CPU_OFFLOAD", raising=False)
