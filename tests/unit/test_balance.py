@@ -15,26 +15,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.board import manager_of
 from unsloth_multigpu.deal.balance import _ASSUMED_ON_DEVICE, Balancer
 from unsloth_multigpu.deal.deal import Balance, deal_step
 from unsloth_multigpu.deal.plan import CostModel
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 TOKENS = [[1] * n for n in (3, 40, 7, 12)]
-
-
-class Exchange(DDPManager):
-    """A manager whose other rank says what a test wants."""
-
-    def __init__(self, config, answers=None, identity=SINGLE_PROCESS):
-        super().__init__(identity, config)
-        self._answers = answers
-
-    def gather_json(self, value):
-        return self._answers(value) if self._answers else [value]
 
 
 def pad_to(most=10_000, least=0):
@@ -63,9 +51,11 @@ def loader(collate=None, tokens=None):
     )
 
 
-def balancer(answers=None, identity=SINGLE_PROCESS, device="cpu", **options):
+def balancer(answers=lambda mine: [mine], num_ranks=1, device="cpu", **options):
+    """A balancer whose other ranks answer what a test wants."""
     args = SimpleNamespace(device=torch.device(device), length_column_name="length")
-    manager = Exchange(MultiGPUConfig(**options), answers, identity)
+    manager = manager_of(None, 0, num_ranks, MultiGPUConfig(**options))
+    manager.check_same, manager.gather_json = lambda facts: None, answers
     return Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), manager)
 
 
@@ -160,7 +150,7 @@ def twice_as_slow(mine):
 
 def test_rank_counts_as_slow_when_it_was_so_twice():
     ours = prepared(loader())
-    ours._manager = Exchange(MultiGPUConfig(), twice_as_slow)
+    ours._manager.gather_json = twice_as_slow
     ours._last_speeds = (1.0, 1.0)
     measured_steps(ours, 4)
     assert ours.balance.speeds == (1.0, 1.0)
@@ -182,7 +172,7 @@ class Device:
         self.true, self._noise, self._rng, self._drawn = true, noise, random.Random(seed), random.Random(seed)
         drawn = (math.exp(self._rng.gauss(math.log(150), 0.9)) for _ in range(2000))
         self.lengths = [min(2048, max(16, int(length))) for length in drawn]
-        self.balancer = balancer(self._gather, SimpleNamespace(rank=0, world_size=RANKS), "cuda")
+        self.balancer = balancer(self._gather, RANKS, "cuda")
         self.balancer.lengths = self.lengths
         cost = dataclasses.replace(_ASSUMED_ON_DEVICE, is_padded=true.is_padded)
         self.balancer.balance = Balance(cost, (1.0,) * RANKS)

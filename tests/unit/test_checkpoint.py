@@ -258,8 +258,6 @@ class Saving(FakeTrainer):
         super().__init__()
         self.folder, self.files = folder, files
         self.state.global_step, self.state.epoch = 3, 0.5
-        self.saved_draws = []
-        self.saved_accumulation = 0
         self.args.gradient_accumulation_steps = 1  # As the loop has it.
         self.meanwhile = lambda: None
 

@@ -193,15 +193,11 @@ def test_small_commands_load_no_torch():
     assert run.stdout.startswith(f"unsloth-multigpu {versions.installed_version('unsloth-multigpu')}\n")
 
 
-def copy(target, source):
-    target.copy_(source)
-
-
 def test_copies_with_one_flipped_bit_in_the_last_of_them_are_caught():
     calls = []
 
     def flip(target, source):
-        copy(target, source)
+        target.copy_(source)
         calls.append(1)
         if len(calls) == 6:  # Three for each pair.
             target[1234] ^= 16

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -46,19 +47,13 @@ def test_pod_that_is_alone_trains(ranks, monkeypatch):
 
 
 def test_name_of_a_machine_that_starts_later_is_waited_for(monkeypatch):
-    asked = []
-
-    def resolve(host, port):
-        asked.append(host)
-        if len(asked) < 4:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return ()
-
+    unknown = socket.gaierror(socket.EAI_NONAME, "unknown")
+    resolve = Mock(side_effect=[unknown, unknown, unknown, ()])
     monkeypatch.setattr(nodes, "_resolve", resolve)
     monkeypatch.setattr(nodes, "_NAME_POLL_S", 0.01)
     await_name("llama-node-0-0.llama", 29500, 5.0)
-    assert asked == ["llama-node-0-0.llama"] * 4
-    monkeypatch.setattr(nodes, "_resolve", lambda *place: (_ for _ in ()).throw(socket.gaierror(-2, "unknown")))
+    assert resolve.call_args_list == [call("llama-node-0-0.llama", 29500)] * 4
+    monkeypatch.setattr(nodes, "_resolve", Mock(side_effect=unknown))
     await_name("nowhere", 1, 0.05)
     with pytest.raises(LaunchError, match="rdzv_endpoint: this machine has no route to 'nowhere': unknown"):
         address_towards("nowhere", 1)

@@ -31,19 +31,12 @@ def test_words_for_yes_and_no():
         assert [config.enable_ddp for config in configs] == [value] * 4
 
 
-@pytest.mark.parametrize("text", ["", "  ", "none", "None"])
-def test_empty_variable_leaves_the_default(text):
+def test_empty_variables_and_those_that_are_no_options_leave_the_defaults():
     names = ("num_gpus", "timeout_s", "global_batch", "shard_offload")
-    assert MultiGPUConfig.resolve({}, {variable(name): text for name in names}) == MultiGPUConfig()
-
-
-def test_variables_that_are_no_options_are_passed_over():
-    environment = {
-        **dict.fromkeys(INTERNAL_VARIABLES - {ENV_CONFIG}, "x"),
-        "UNSLOTH_RETURN_LOGITS": "1",
-        "NUM_GPUS": "x",
-    }
-    assert MultiGPUConfig.resolve({}, environment) == MultiGPUConfig()
+    environments = [{variable(name): text for name in names} for text in ("", "  ", "none", "None")]
+    others = dict.fromkeys(INTERNAL_VARIABLES - {ENV_CONFIG}, "x")
+    for environment in (*environments, {**others, "UNSLOTH_RETURN_LOGITS": "1", "NUM_GPUS": "x"}):
+        assert MultiGPUConfig.resolve({}, environment) == MultiGPUConfig()
 
 
 WHOLE = "expected a whole number of at least"

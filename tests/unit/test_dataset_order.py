@@ -2,6 +2,7 @@
 
 import functools
 import random
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -11,16 +12,8 @@ from unsloth_multigpu.hooks import datasets as hook
 from unsloth_multigpu.hooks.datasets import dataset_patches
 
 
-class FakeData:
-    """Stands in for a `Dataset`: `map` notes who called it, and with what."""
-
-    def __init__(self, name, cache_files=("data.arrow",)):
-        self.name = name
-        self.cache_files = cache_files
-
-
 class Ranks:
-    """The patched `map` of each rank, with one store between them."""
+    """The patched `map` of each rank, with one store between them, notes who called it, and with what."""
 
     def __init__(self, num_ranks):
         self.store = HashStore()
@@ -65,7 +58,7 @@ def test_error_of_the_first_rank_sets_the_others_free():
     ranks = Ranks(2)
     for rank in (0, 1):
         with pytest.raises(ValueError, match="bad row"):
-            ranks.maps[rank](FakeData("a"), fail)
+            ranks.maps[rank](SimpleNamespace(name="a"), fail)
     assert ranks.order == [(0, "a"), (1, "a")]
 
 
@@ -80,7 +73,7 @@ def test_call_that_is_not_the_first_ranks_is_made_by_each_without_a_wait(first, 
     ranks = Ranks(2)
     for rank, calls in enumerate((first, second)):
         for data, function in calls:
-            ranks.maps[rank](FakeData(data), function)
+            ranks.maps[rank](SimpleNamespace(name=data), function)
     assert ranks.order == [(0, data) for data, _ in first] + [(1, data) for data, _ in second]
 
 
@@ -94,7 +87,7 @@ def test_draws_of_the_function_count_on_every_rank_and_once():
     for rank in (0, 1):
         for _ in range(2):
             random.seed(5)
-            ranks.maps[rank](FakeData("a"), draw)
+            ranks.maps[rank](SimpleNamespace(name="a"), draw)
             drawn.append(random.random())
             is_cached = True
     assert drawn[:2] == drawn[2:]

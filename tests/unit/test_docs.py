@@ -114,15 +114,6 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert missed == [], "link them from the README, or from a page that it leads to"
 
 
-def test_every_page_has_its_place_in_the_site() -> None:
-    # `make docs` is strict and says more; it needs an environment of its own.
-    places = re.findall(r"^ +- .*: ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    made = re.findall(r'^    "(\w+\.md)": "', (ROOT / "docs_site.py").read_text(encoding="utf-8"), re.MULTILINE)
-    pages = [str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")]
-    there = [page for page in pages if not page.startswith("decisions/") or page.endswith("README.md")]
-    assert sorted(places) == sorted([*there, *made]), "mkdocs.yml, nav"
-
-
 def test_links_of_the_package_lead_to_headings() -> None:
     named = [
         (path, found)
