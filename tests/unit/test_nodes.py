@@ -168,17 +168,12 @@ def test_endpoint_is_host_and_port(endpoint, place):
     assert split_endpoint(config_of(endpoint)) == place
 
 
-def test_only_one_process_of_the_machine_with_that_address_serves():
-    first = listen_at("127.0.0.1", 0)
-    with first:
+def test_only_one_process_of_the_machine_with_that_address_serves(monkeypatch):
+    with listen_at("127.0.0.1", 0) as first:
         assert first.getsockname()[0] == "127.0.0.1"
         assert listen_at("127.0.0.1", first.getsockname()[1]) is None
     assert listen_at("192.0.2.1", 29400) is None  # Of no machine: RFC 5737.
-
-
-def test_own_name_that_means_loopback_is_served_on_all_interfaces(monkeypatch):
-    # As Debian writes /etc/hosts.
+    # An own name that means loopback, as Debian writes /etc/hosts, is served on all interfaces.
     monkeypatch.setattr(nodes, "_resolve", lambda host, port: (socket.AF_INET, ("127.0.1.1", port)))
-    listener = listen_at("node1", 0)
-    with listener:
+    with listen_at("node1", 0) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"

@@ -1,4 +1,4 @@
-"""A running job as a table: what the ranks have written is what is shown, and only what one may see."""
+"""Events and figures of a job, as a table and at its end: what the ranks have written, and only what one may see."""
 
 import dataclasses
 import json
@@ -22,9 +22,10 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.notebook import display
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.overview import Overview, columns_of, headline
-from unsloth_multigpu.report import Figures
+from unsloth_multigpu.report import Figures, RankReport, RunReport
 from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.tools.top.top_command import choose_run
+from unsloth_multigpu.wire.event import EventWriter, read_events
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase, read_beats
 from unsloth_multigpu.wire.run import find_runs, pid_scope, read_run, write_run
 
@@ -214,3 +215,49 @@ def test_panel_is_updated_while_it_trains_and_stays(run, monkeypatch):
     assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in updates[-1]["text/html"]
     (first,) = shown
     assert "10 / 40" in first["text/plain"]
+
+
+def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path):
+    beats = [HeartbeatPage(None, rank) for rank in range(2)]
+    writers = [EventWriter(tmp_path, rank, 0, beats[rank]) for rank in range(2)]
+    writers[1].write("started", pid=11)
+    writers[0].write("started", pid=10)
+    beats[1].mark(step=4)
+    writers[1].write("exception", error="ValueError: \ud800 \u00e9", traceback="a\nb\n", exit_code=1)
+    events = read_events(tmp_path, attempt=0)
+    found = [(e.kind, e.rank, e.attempt, e.step) for e in events]
+    assert found == [("started", 1, 0, -1), ("started", 0, 0, -1), ("exception", 1, 0, 4)]
+    assert events[2].facts == {"error": "ValueError: \ud800 \u00e9", "traceback": "a\nb\n", "exit_code": 1}
+    assert events[0].time_s <= events[1].time_s <= events[2].time_s
+
+
+def test_line_that_is_not_whole_takes_no_other_with_it(tmp_path):
+    """It is still being written, or a full disk has cut it."""
+    writer = EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0))
+    writer.write("started", pid=1)
+    path = tmp_path / "events_rank_0.jsonl"
+    line = path.read_text()
+    path.write_text(line + line[:10])
+    assert [e.kind for e in read_events(tmp_path, attempt=0)] == ["started"]
+    writer.write("exception", exit_code=1)
+    writer.write("exiting")
+    assert [e.kind for e in read_events(tmp_path, attempt=0)] == ["started", "exception", "exiting"]
+
+
+def test_run_report_says_the_training_in_a_sentence():
+    first = RankReport(rank=0, num_steps=15, num_samples=109, num_micro_batches=10, train_s=4.34)
+    ranks = (first, dataclasses.replace(first, rank=1, num_samples=131, train_s=5.0))
+    report = RunReport(ranks)
+    assert report.num_samples == 240
+    assert report.summary() == "trained 15 steps, 240 samples (109 + 131) in 5.0 s (48 samples/s)"
+    timed = tuple(dataclasses.replace(rank, runtime_s=2.5, setup_s=0.86) for rank in ranks)
+    text = "trained 15 steps, 240 samples (109 + 131) in 2.5 s (96 samples/s), set-up 0.9 s"
+    assert RunReport(timed).summary() == text
+    spent = {"steps": 1.0, "saves": 3.0, "evaluations": 0.9, "the first step": 0.1}
+    found = RunReport((dataclasses.replace(timed[0], phases_s=spent), timed[1])).summary()
+    assert found == text.replace(", set-up", ", of which 60% saves and 18% evaluations, set-up")
+    moved = dataclasses.replace(timed[0], num_steps=1, num_samples=1, sent_bytes=2_500_000)
+    line = RunReport((moved,)).summary("moved {:.1f} MB")
+    unknown = dataclasses.replace(timed[0], num_samples=0)
+    assert RunReport((unknown,)).summary() == "trained 15 steps in 2.5 s, set-up 0.9 s"
+    assert line == "trained 1 step, 1 sample in 2.5 s (0.4 samples/s), set-up 0.9 s, moved 2.5 MB"

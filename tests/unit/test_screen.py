@@ -86,10 +86,6 @@ def test_duration_is_told_in_two_units_at_most(seconds, text):
     assert duration(seconds) == text
 
 
-def test_size_is_in_gib():
-    assert (gib(3 * 2**29), gib(15783677952, 1)) == ("1.50 GiB", "14.7 GiB")
-
-
 @pytest.mark.parametrize(
     ("code", "text"),
     [
@@ -104,5 +100,6 @@ def test_end_of_a_process_names_its_signal(code, text):
     assert how_ended(code) == text
 
 
-def test_lines_are_those_of_a_terminal():
+def test_size_is_in_gib_and_lines_are_those_of_a_terminal():
+    assert (gib(3 * 2**29), gib(15783677952, 1)) == ("1.50 GiB", "14.7 GiB")
     assert shown_lines("a \n\n10%\r 50%\r100%\nb\r\n") == ["a", "100%", "b"]

@@ -78,15 +78,8 @@ ALLOWED = {
     "wire/identity.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }
 MAY_LISTEN = {"launch/nodes.py"}
-# Collectives that pickle, by whatever object they are called.
-OBJECT_COLLECTIVES = {
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "recv_object_list",
-    "scatter_object_list",
-    "send_object_list",
-}
+# Collectives that pickle, by whatever object they are called: `all_gather_object`, `broadcast_object_list`.
+OBJECT_COLLECTIVES = ("_object", "_object_list")
 EVALUATE = {
     "eval",
     "exec",
@@ -137,7 +130,7 @@ def is_risky(name: str, allowed: set[str]) -> bool:
 def risky_call(node: ast.Call, file: str) -> Iterator[str]:
     function, text = ast.unparse(node.func), ast.unparse(node)
     keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
-    if function.split(".")[-1] in OBJECT_COLLECTIVES or function in EVALUATE - MAY_EVALUATE.get(file, set()):
+    if function.endswith(OBJECT_COLLECTIVES) or function in EVALUATE - MAY_EVALUATE.get(file, set()):
         yield f"calls {function}"
     if function.endswith(".recv") and not node.args:  # A socket's takes a length; a pair's is `recv_bytes`.
         yield "receives an object by pickle"

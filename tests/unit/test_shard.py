@@ -44,6 +44,12 @@ class Fails(torch.nn.Module):
         return self.first(x)
 
 
+def shard(model, layers):
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for part in (layers, model):
+        fully_shard(part, mesh=mesh)
+
+
 @pytest.mark.usefixtures("lone_group")
 @pytest.mark.parametrize("now", ["forward", "backward"])
 def test_sharded_model_computes_as_before_after_a_pass_that_raised(now):
@@ -52,9 +58,7 @@ def test_sharded_model_computes_as_before_after_a_pass_that_raised(now):
     model(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    fully_shard(model.second, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard(model, model.second)
     model.now = now
     if not hasattr(model, "reset_iter_state"):
         pytest.skip("needs reset_iter_state, which torch 2.13 has")
@@ -79,9 +83,7 @@ def test_sharded_model_computes_as_before_after_a_pass_that_raised(now):
 @pytest.mark.parametrize("is_together", [False, True])
 def test_module_that_is_called_without_its_sharded_model_is_known_by_the_error(is_together):
     model, x = Fails(), torch.ones(3, 2)
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    fully_shard([model.first, model.second] if is_together else model.second, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard(model, [model.first, model.second] if is_together else model.second)
     with pytest.raises(RuntimeError) as info:
         model(model.second(x))
     assert is_entered_below(info.value)
@@ -278,7 +280,7 @@ class Packed(torch.nn.Module):
         self.weight = packed
 
 
-def test_nothing_computes_with_missing_rows_until_they_are_given_back():
+def test_nothing_computes_with_missing_rows_or_other_rows_until_they_are_given_back():
     layer = Packed(16)
     state = layer.quant_state
     keep_rows(layer.weight, torch.bfloat16, torch.device("cpu"), 0, 2)
@@ -291,13 +293,8 @@ def test_nothing_computes_with_missing_rows_until_they_are_given_back():
     layer.quant_state.dtype = torch.float16  # As Unsloth sets it.
     assert state.dtype == torch.float16
     assert in_parts(torch.nn.Sequential(layer)) == [layer]
+    with pytest.raises(SetupError, match="has sharded them differently"):
+        check_parts([layer], 0, 2)
     give_back([layer])
     assert layer.weight.quant_state is layer.quant_state is state
     assert in_parts(layer) == []
-
-
-def test_weight_that_was_not_divided_so_is_refused():
-    layer = Packed(16)
-    keep_rows(layer.weight, torch.bfloat16, torch.device("cpu"), 0, 2)
-    with pytest.raises(SetupError, match="has sharded them differently"):
-        check_parts([layer], 0, 2)

@@ -16,6 +16,7 @@ from unsloth_multigpu.option_type import Scope, options_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.sequence import layers_of
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.trainer import DDPTrainer, counts_as_one_process
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -179,3 +180,36 @@ def test_trial_is_not_steered_and_refuses_what_would_steer_it():
     assert run() == "trained"
     with pytest.raises(SetupError, match="resume='auto' has no effect on the trials of hyperparameter_search"):
         run(resume="auto")
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layers, num_heads=4):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self.config = SimpleNamespace(_attn_implementation="sdpa", num_attention_heads=num_heads)
+
+    def get_decoder(self):
+        return self
+
+
+class Fast(torch.nn.Linear):
+    def forward(self, hidden):
+        return hidden
+
+
+Fast.forward.__module__ = "unsloth.models.llama"
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (torch.nn.Linear(1, 1), "Linear is no model of transformers with decoder layers"),
+        (Model([Fast(1, 1)]), "Unsloth computes attention by code of its own"),
+        (Model([torch.nn.Linear(1, 1)], num_heads=3), "sequence_parallel=2 does not divide 3 attention heads"),
+    ],
+)
+def test_model_whose_attention_is_not_shared_is_refused(model, what):
+    layers = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    assert layers_of(Model(layers), 2) == layers
+    with refused(SetupError, what):
+        layers_of(model, 2)

@@ -46,23 +46,19 @@ def stop(signals, tmp_path):
     return Stop(signals, tmp_path, 2, 5.0)
 
 
-@pytest.fixture
-def asked(tmp_path):
-    return lambda: read_request(tmp_path)
-
-
 def send(*numbers):
     for number in numbers:
         os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
-def test_first_signal_asks_ranks_that_train_and_the_second_ends_them(stop, beat, asked, capfd, number):
+def test_first_signal_asks_ranks_that_train_and_the_second_ends_them(stop, beat, tmp_path, capfd, number):
     send(number, number)  # At once: the same again.
     before_s = time.monotonic()
     assert stop.turn(BOTH) is None
-    assert (asked().signal_number, stop.signal_number, stop.how) == (number, number, "saved")
-    assert abs(asked().deadline_s - before_s - 5.0) < 1.0
+    asked = read_request(tmp_path)
+    assert (asked.signal_number, stop.signal_number, stop.how) == (number, number, "saved")
+    assert abs(asked.deadline_s - before_s - 5.0) < 1.0
     assert f"{number.name}: the ranks finish their step, save and stop, within 5 s" in capfd.readouterr().err
     stop._first_s -= 1.0
     send(signal.SIGTERM)
@@ -90,11 +86,11 @@ def test_script_that_caught_ctrl_c_may_take_its_time(stop, beat, tmp_path):
         (Phase.COMPUTE, signal.SIGHUP, 2, signal.SIGTERM),
     ],
 )
-def test_signal_while_nobody_trains_and_a_lost_terminal_end_all(stop, beat, asked, phase, number, num_started, sent):
+def test_signal_while_nobody_trains_and_a_lost_terminal_end_all(stop, beat, tmp_path, phase, number, num_started, sent):
     beat.mark(phase)
     send(number)
     assert stop.turn(BOTH[:num_started]) == sent
-    assert (stop.signal_number, stop.how, asked()) == (number, "at once", None)
+    assert (stop.signal_number, stop.how, read_request(tmp_path)) == (number, "at once", None)
     assert stop.turn(BOTH) is None
     stop._first_s -= 31.0  # A rank that does not end is killed.
     assert stop.turn(BOTH) == signal.SIGKILL
