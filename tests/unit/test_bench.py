@@ -124,7 +124,6 @@ def test_run_is_measured_without_its_warm_up():
         ("--warmup -1", "warmup=-1; expected a whole number of at least 0"),
         ("--model-size 100x2", "model_size='100x2'; expected tiny, small, medium, 1b, or HIDDENxLAYERS"),
         ("--model-size 65x2", "with a multiple of 64 as hidden size"),
-        ("--model-size huge", "model_size='huge'; expected tiny, small"),
         ("--train half", "train='half'; expected 'full' or 'lora'"),
         *(
             (f"--lengths {text}", f"lengths={text!r}; expected lognormal")

@@ -22,11 +22,8 @@ def begin(script, folder):
 
 
 def test_ranks_know_their_place_and_only_the_first_has_the_terminal(tmp_path, capfd):
-    script = (
-        "import os\n"
-        "reads_nothing = os.readlink('/proc/self/fd/0') == '/dev/null'\n"
-        f"print(*[os.environ[n] for n in {NAMES}], os.getsid(0) == os.getpid(), reads_nothing)\n"
-    )
+    facts = "os.getsid(0) == os.getpid(), os.readlink('/proc/self/fd/0') == '/dev/null'"
+    script = f"import os\nprint(*[os.environ[n] for n in {NAMES}], {facts})"
     with begin(script, tmp_path) as ranks:
         wait_until(lambda: not ranks.living(), 60, "end of the ranks")
         assert ranks.exit_codes == {4: 0, 5: 0}

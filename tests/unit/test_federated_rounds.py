@@ -225,9 +225,8 @@ def test_state_of_a_strategy_is_kept_and_what_cannot_be_is_named(tmp_path, caplo
     strategy.cache, strategy.seen = object(), {(1, "a"): b"\x00", 2: np.float32(0.5)}
     with caplog.at_level(logging.WARNING, "unsloth_multigpu"):
         run(strategy, 2, output_dir=tmp_path)
-    assert [r.getMessage() for r in caplog.records if "FedAvg.cache" in r.getMessage()] == [
-        "not saved, so a resumed training starts with its initial value: FedAvg.cache"
-    ]
+    told = "not saved, so a resumed training starts with its initial value: FedAvg.cache"
+    assert [message for message in caplog.messages if "FedAvg.cache" in message] == [told]
     strategy.seen = {}
     run(strategy, 2, output_dir=tmp_path)
     assert strategy.seen == {(1, "a"): b"\x00", 2: np.float32(0.5)}

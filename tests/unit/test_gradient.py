@@ -153,13 +153,10 @@ def test_rank_that_has_no_more_batches_while_rank_0_has_or_the_other_way_round_i
             second(its)
 
 
-def test_rank_that_waits_for_rank_0s_batch_waits_no_longer_than_it_may():
+def test_rank_that_waits_for_rank_0s_batch_waits_no_longer_than_it_may_or_not_where_ranks_step_independently():
     wait = "rank 1 waited 0.05 seconds for rank 0 to reach its next batch after step 12"
     with two_ranks() as (_, second), pytest.raises(RankTimeoutError, match=wait):
         second(iter(range(2)))
-
-
-def test_batches_of_ranks_that_step_independently_are_not_compared():
     with two_ranks(strategy="local_sgd") as (_, second):
         assert second(iter(range(2))) == 0
 
