@@ -177,24 +177,25 @@ class StepProof:
             if is_first and one_s + dealt_s < _TIMED_AGAIN_S:
                 one_s = self._tried(model, rows, num_compared).seconds
                 dealt_s = self._dealt_once(model, rows, one)[1].seconds
-            is_random, is_near = any(gather(one.has_drawn)), not self._is_within(off) and off.off <= MOST_ROUNDING
-            if is_random or is_near:
-                # Once more as one process, with other last bits and, if it draws, with other random numbers.
+            is_random = any(gather(one.has_drawn))
+            if is_random:
+                again = self._again(model, rows, one, self._seed + 1)
+                is_random = any(gather(not self._is_within(again)))
+            if is_random and not self._is_within(off):
+                why = "it draws random numbers beyond dropout, so that one process would not compute it twice alike"
+                raise NotPossibleError(f"{why} either")
+            if not self._is_within(off) and off.off <= MOST_ROUNDING:
                 with last_bits_changed(self._trainer.model):
-                    again = self._as_one(model, rows, self._seed + is_random)
-                change = difference([one.gradient], [again.gradient], names_of(self._trainer.model))
-                is_random = is_random and any(gather(not self._is_within(change)))
-                base = replace(base, rounding=max(gather(change.off)) if is_near else math.nan)
-        if is_random and not self._is_within(off):
-            why = "it draws random numbers beyond dropout, so that one process would not compute it twice alike either"
-            raise NotPossibleError(why)
+                    again = self._again(model, rows, one, self._seed)
+                base = replace(base, rounding=max(gather(again.off)))
         base = replace(base, num_compared=num_compared, bound=rounding_bound(self._trainer), difference=off)
         drawing = {"dropout": one.has_dropped, "the collator": rows.is_drawn, "the data set": rows.are_rows_drawn}
         drawing["the model or its loss"] = is_random
         draws = tuple(name for name, is_drawn in drawing.items() if is_drawn)
         both = one.numbers.keys() & dealt.numbers.keys()
         counts = [name for name in both if not math.isclose(one.numbers[name], dealt.numbers[name], rel_tol=1e-3)]
-        return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws, counts=tuple(sorted(counts)))
+        counts = sorted({name for theirs in gather(counts) for name in theirs})
+        return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws, counts=tuple(counts))
 
     def _is_within(self, found: Difference) -> bool:
         return found.is_within(rounding_bound(self._trainer))
@@ -254,6 +255,11 @@ class StepProof:
 
             still.gradient, still.seconds = self._lone.gradient(model, len(batches), compute)
         return still
+
+    def _again(self, model: nn.Module, rows: StepRows, one: Still, seed: int) -> Difference:
+        """Computes the step as one process does once more, and compares its gradient with that of `one`."""
+        again = self._as_one(model, rows, seed)
+        return difference([one.gradient], [again.gradient], names_of(self._trainer.model))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
