@@ -43,7 +43,7 @@ EXACT = [
 # With the step in which it shows, and what the warning advises.
 SAID = {
     "counter:24x4x2": (1, AT_ONCE),
-    **dict.fromkeys(jobs(1, "gathers_by_accelerate", "batch_norm"), (1, KEEP_WHOLE.format(2))),
+    **dict.fromkeys(jobs(1, "gathers_by_accelerate", "batch_norm", "steep"), (1, KEEP_WHOLE.format(2))),
     **{f"{kind}:{SHARED}": (1, KEEP_WHOLE.format(2)) for kind in ("contrastive", "reads_padding")},
     "gathers_by_torch:24x4x2": (1, ""),
     # What DDP's wrapper lacks.
@@ -172,7 +172,7 @@ def test_what_each_rank_counts_for_itself_is_said_before_it_changes_the_loss(fol
     assert facts_of(folder, LATE)["first_step"]["is_exact"]
     assert warnings(folder, LATE) == []
     (line,) = [text for _, text in facts_of(folder, LATE)["said"] if text.startswith("first step: ")]
-    assert line.endswith("; counted by each rank for itself: Late.num_calls")
+    assert line.endswith("; counted by each rank for itself: Late.first_sum, Late.num_calls")
     assert difference(folder, LATE) > 1e-5  # Said for a reason.
     assert facts_of(folder, "counting:24x4x2")["first_step"]["counts"] == []
 
