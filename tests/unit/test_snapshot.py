@@ -127,10 +127,10 @@ def test_containers_of_the_script_are_as_before(held):
 
 
 def test_arrays_of_the_script_are_as_before():
-    counts, data = numpy.zeros(3), numpy.zeros(3)
+    counts, data, number = numpy.zeros(3), numpy.zeros(3), numpy.float32(1)
     data.flags.writeable = False
     frozen, resized = numpy.zeros(3), numpy.zeros(3)
-    with KeptObjects([frozen, resized, counts, data]):
+    with KeptObjects([frozen, resized, counts, data, number]):
         counts[1] += 1
         frozen.setflags(write=False)
         resized.resize(4, refcheck=False)

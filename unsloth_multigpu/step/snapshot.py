@@ -175,7 +175,7 @@ class KeptObjects:
             if value.numel() <= _MOST_ELEMENTS:
                 self._restoring.append(functools.partial(_restore_tensor, value, value.detach().clone()))
         elif _is_of_numpy(value) and hasattr(value, "flags"):
-            if value.size <= _MOST_IN_ARRAY:
+            if value.size <= _MOST_IN_ARRAY and value.flags.writeable:  # A number of NumPy never is.
                 self._restoring.append(functools.partial(_restore_array, value, value.copy()))
         elif (generator := _generator_of(value)) is not None:
             self._restoring.append(functools.partial(generator[1], generator[0]()))
@@ -287,7 +287,7 @@ def _restore_tensor(tensor: torch.Tensor, held: torch.Tensor) -> None:
 
 
 def _restore_array(array: Any, held: Any) -> None:
-    with suppress(ValueError):  # It is frozen, or was resized.
+    if array.flags.writeable and array.shape == held.shape:  # The script may have frozen or resized it.
         array[...] = held
 
 
