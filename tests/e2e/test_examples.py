@@ -18,7 +18,7 @@ ENV = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_quick_start_shows_that_ranks_and_one_process_agree(tmp_path: Path) -> None:
-    run = run_well([EXAMPLES / "ddp_quick_start.py", "--steps", "10", "--batch-size", "6"], tmp_path, ENV)
+    run = run_well([EXAMPLES / "ddp_quick_start.py", "--steps", "10", "--batch-size", "6"], tmp_path, {**ENV, **LIGHT})
     assert re.search(r"1 process +2 ranks\n", run.out)
     assert "The runs agree" in run.out
     assert run.out.count("step 10/10") == 2  # Once without the plugin, once with it.

@@ -42,8 +42,8 @@ def cards(count: int) -> list[str]:
     return [] if IS_REHEARSAL else given.split(",")[:count]
 
 
-def of_ranks(num_ranks: int) -> dict[str, str]:
+def of_ranks(num_ranks: int, *, guarded: bool = False) -> dict[str, str]:
     """Variables of a process whose ranks use the first cards. Those that start tests see none otherwise."""
     place = place_of(num_ranks)
-    devices = fake_cuda.cards(place.num_cards) if IS_FAKE else {}
+    devices = fake_cuda.cards(place.num_cards, guarded=guarded) if IS_FAKE else {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(cards(place.num_cards)), **devices, **place.variables}

@@ -80,8 +80,9 @@ def steps_of(device: str, *, is_tiny: bool) -> tuple[Step, ...]:
         *_nccl_steps(),
         Step("tools", 7, "commands, notebooks, clients and plain loops on cards of their own", 270, tools, num_cards=2),
         # Trainings of a minute.
-        _fact("waits", 2, "where the host waits in a step, without and with the line", 60),
-        _fact("fp16", 2, "two ranks skip the steps of one process", 60),
+        Step(
+            "waits_fp16", 2, "where the host waits; steps that fp16 skips", 120, (*FACTS, "waits or fp16"), num_ranks=2
+        ),
         _fact("beyond_vocabulary", 3, "what the user sees of a device-side assert", 45),
         _fact("out_of_memory", 3, "what the user sees of a rank out of memory", 45),
         _fact("recompiled", 4, "what torch compiles again for another number of rows", 50, 1),

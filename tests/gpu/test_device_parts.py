@@ -34,7 +34,7 @@ def variables(num_ranks: int, **more: str) -> dict[str, str]:
     hidden = light_with_bits("datasets", "rich", "triton", "unsloth", "unsloth_zoo")
     options = {"SHARD": "on" if num_ranks > 1 else "off", "BALANCE": "off", **more}
     named = {f"UNSLOTH_MULTIGPU_{name}": value for name, value in options.items()}
-    return {**hidden, **cards(num_ranks), **named}
+    return {**hidden, **cards(num_ranks, guarded=True), **named}
 
 
 def train(

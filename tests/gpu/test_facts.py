@@ -38,11 +38,20 @@ def facts():
         file.write_text(json.dumps({**before, **found}, indent=1))
 
 
-def trained(folder, num_ranks, kind):
-    """What `training.py` has found; 0 ranks = without the line."""
-    out = folder / f"{kind}_{num_ranks}.json"
-    run_well([SCRIPT, str(num_ranks), kind, out], folder, {**PLAIN, **of_ranks(max(1, num_ranks))})
-    return json.loads(out.read_text())
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """By kind: what `training.py` has found without the line, and in rank 0 of two."""
+    folder = tmp_path_factory.mktemp("trained")
+
+    def train(name, num_ranks, *kinds):
+        out = folder / name
+        out.mkdir()
+        run_well([SCRIPT, str(num_ranks), out, *kinds], out, {**PLAIN, **of_ranks(max(1, num_ranks))})
+        return {kind: json.loads((out / f"{kind}.json").read_text()) for kind in kinds}
+
+    usual, compared = ("waits", "fp16"), ("not_compared", "compared") if IS_FAKE else ()
+    one, two = train("one", 0, *compared[:1], *usual), train("two", 2, *compared, *usual)
+    return {kind: {"without": one.get(kind), "ours": two[kind]} for kind in two}
 
 
 @NEEDS_DRIVER
@@ -99,9 +108,9 @@ def test_rows_of_any_number_are_not_recompiled(facts):
     assert sum(later) <= first  # torch always compiles one row by itself.
 
 
-def test_host_waits_no_more_often_with_the_line(tmp_path, facts):
-    """By line: without ours, and in rank 0 of two."""
-    found = facts["host_waits"] = {name: trained(tmp_path, n, "waits") for name, n in (("without", 0), ("ours", 2))}
+def test_host_waits_no_more_often_with_the_line(trained, facts):
+    """By line."""
+    found = facts["host_waits"] = trained["waits"]
     if IS_REHEARSAL:
         return
     assert all(found[arm]["is_counted"] for arm in found)
@@ -110,10 +119,22 @@ def test_host_waits_no_more_often_with_the_line(tmp_path, facts):
     assert sum(ours.values()) <= sum(without.values())
 
 
-def test_fp16_skips_the_steps_of_one_process(tmp_path, facts):
+@pytest.mark.skipif(not IS_FAKE, reason="counts what devices in host memory are asked for")
+def test_comparison_of_the_first_step_needs_the_memory_of_one_process_and_the_host_waits_no_more_later(trained):
+    one, without, compared = (*trained["not_compared"].values(), trained["compared"]["ours"])
+    assert compared["is_exact"]
+    # A second copy of the gradients would be much more. What a sketch computes with has a fixed size.
+    assert one["gradient_bytes"] > 24 * 2**20
+    assert compared["compared_bytes"] <= one["step_bytes"] + 0.02 * one["gradient_bytes"] + 2**20
+    assert compared["left_bytes"] <= 2 * 2**20
+    assert compared["waits"] == without["waits"]
+    assert len(compared["waits"]) == 3
+
+
+def test_fp16_skips_the_steps_of_one_process(trained, facts):
     """The same scales, which fall behind each step that is skipped, and the norms of the others."""
-    found = facts["loss_scale"] = {name: trained(tmp_path, n, "fp16") for name, n in (("one_process", 1), ("ours", 2))}
-    one, ours = found["one_process"], found["ours"]
+    found = facts["loss_scale"] = trained["fp16"]
+    one, ours = found["without"], found["ours"]
     assert IS_REHEARSAL or one["scales"][0] < 2.0**24  # The first step was skipped.
     assert ours["scales"] == one["scales"]
     norms, expected = (list(map(float, arm["norms"])) for arm in (ours, one))
@@ -132,7 +153,7 @@ def test_fp16_skips_the_steps_of_one_process(tmp_path, facts):
     ],
 )
 def test_failure_is_named_with_rank_and_step(tmp_path, facts, kind, reasons):
-    run = run_python([SCRIPT, "2", kind, tmp_path / "out.json"], tmp_path, {**PLAIN, **of_ranks(2)})
+    run = run_python([SCRIPT, "2", tmp_path, kind], tmp_path, {**PLAIN, **of_ranks(2)})
     sys.stderr.write(run.err)
     lines = [line for line in run.err.splitlines() if line.startswith(("unsloth_multigpu: rank ", "Hint: "))]
     message = "\n".join(lines)[-MESSAGE_CHARACTERS:]

@@ -1,7 +1,7 @@
-"""A training in which something is counted or measured, or one of whose ranks meets a fault.
+"""Trainings in which something is counted or measured, or one of whose ranks meets a fault, one after the other.
 
-Usage: training.py NUM_RANKS KIND OUT.json [CHECKPOINT]
-0 ranks: without the line. KIND is a key of KINDS. Rank 0 writes what `found` of the callback says.
+Usage: training.py NUM_RANKS OUT KIND[=CHECKPOINT]...
+0 ranks: without the line. KIND is a key of KINDS. Rank 0 writes what `found` of the callback says into OUT/KIND.json.
 """
 
 import json
@@ -13,15 +13,24 @@ from pathlib import Path
 
 import unsloth_multigpu as ump
 
-num_ranks, kind, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+num_ranks, out, jobs = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+# Whole micro-batches, two for each process and one for each rank.
+WHOLE = {"balance": "off", "loss_reduction": "whole"}
 LINES = {
     # What overflows is a sum over the rows of a micro-batch: ranks are to compute those of one process.
     "fp16": {"balance": "off"},
-    # Whole micro-batches, two for each process and one for each rank.
-    "compared": {"balance": "off", "loss_reduction": "whole"},
+    "compared": WHOLE,
+    "not_compared": {**WHOLE, "check_first_step": "off"},
 }
-if num_ranks:
-    ump.enable_multi_gpu(num_gpus=num_ranks, **LINES.get(kind, {}))
+
+
+def enable(kind):
+    if num_ranks:
+        ump.disable_multi_gpu()
+        ump.enable_multi_gpu(num_gpus=num_ranks, **LINES.get(kind, {}))
+
+
+enable(jobs[0].partition("=")[0])
 
 import torch
 
@@ -126,7 +135,7 @@ class Compared(TrainerCallback):
         trace_waits()
         self.counted = waits
         self.facts = {"waits": [], "gradient_bytes": sum(p.nbytes for p in model.parameters())}
-        compared = StepProof._compared
+        self.compared = compared = StepProof._compared
 
         def measured(proof, *args, **kwargs):
             before = self.begin()
@@ -155,41 +164,44 @@ class Compared(TrainerCallback):
             self.facts["waits"].append(self.counted.total() - self.waits)
 
     def found(self):
+        StepProof._compared = self.compared
         return self.facts
 
 
 # Callback, sizes of the model, batch, accumulation, arguments.
 SCALED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-3, "fp16": IS_CUDA}
+FAULTY = (Fault, {}, 4, 1, {"max_steps": 16, "logging_steps": 100})
+COMPARED = (Compared, {"hidden_size": 512, "num_layers": 3}, 2, 2, {"max_steps": 6, "logging_steps": 100})
 KINDS = {
     "waits": (Waits, {}, 4, 4, {"max_steps": LAST + 2, "logging_steps": 100}),
-    "beyond_vocabulary": (Fault, {}, 4, 1, {"max_steps": 16, "logging_steps": 100}),
-    "out_of_memory": (Fault, {}, 4, 1, {"max_steps": 16, "logging_steps": 100}),
+    "beyond_vocabulary": FAULTY,
+    "out_of_memory": FAULTY,
     # Whole micro-batches for 2 and 3 ranks.
     "fp16": (Scale, {}, 2, 6, SCALED),
-    "compared": (Compared, {"hidden_size": 512, "num_layers": 3}, 2, 2, {"max_steps": 6, "logging_steps": 100}),
+    "compared": COMPARED,
+    "not_compared": COMPARED,
 }
-callback_class, sizes, batch, accumulation, given = KINDS[kind]
-torch.manual_seed(0)
-model = tiny_llama(vocab_size=VOCABULARY, **sizes)
-if kind == "waits":
-    from peft import LoraConfig, get_peft_model
+for job in jobs:
+    kind, _, checkpoint = job.partition("=")
+    callback_class, sizes, batch, accumulation, given = KINDS[kind]
+    enable(kind)
+    torch.manual_seed(0)
+    model = tiny_llama(vocab_size=VOCABULARY, **sizes)
+    if kind == "waits":
+        from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
-watch = callback_class(model)
-rows = RaggedRows(72 if kind == "fp16" else 512, vocab_size=VOCABULARY)
-rows.lengths = [len(row) for row in rows.rows]  # For the planner.
-if kind == "compared":
-    # Nothing of a step is the script's own code, which would be compared again in step 4.
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(VOCABULARY, (20, 24)).tolist()]
-trainer = Trainer(
-    model=model,
-    args=arguments(out.stem, batch, accumulation, **given),
-    train_dataset=rows,
-    data_collator=None if kind == "compared" else collate,
-    callbacks=[watch],
-)
-if kind == "fp16" and IS_CUDA:
-    trainer.accelerator.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
-trainer.train(resume_from_checkpoint=sys.argv[4] if len(sys.argv) > 4 else None)
-if rank == 0:
-    out.write_text(json.dumps(watch.found()))
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    watch, collator = callback_class(model), collate
+    rows = RaggedRows(72 if kind == "fp16" else 512, vocab_size=VOCABULARY)
+    rows.lengths = [len(row) for row in rows.rows]  # For the planner.
+    if callback_class is Compared:
+        # Nothing of a step is the script's own code, which would be compared again in step 4.
+        rows = [{"input_ids": row, "labels": row} for row in torch.randint(VOCABULARY, (20, 24)).tolist()]
+        collator = None
+    args = arguments(out / f"checkpoints_{kind}", batch, accumulation, **given)
+    trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collator, callbacks=[watch])
+    if kind == "fp16" and IS_CUDA:
+        trainer.accelerator.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
+    trainer.train(resume_from_checkpoint=checkpoint or None)
+    if rank == 0:
+        (out / f"{kind}.json").write_text(json.dumps(watch.found()))

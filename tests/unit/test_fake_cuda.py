@@ -11,7 +11,7 @@ pytestmark = needs_device
 def run(folder, source, **options):
     script = folder / "script.py"
     script.write_text("import torch\n" + textwrap.dedent(source))
-    return run_python([script], folder, {**PLAIN, **cards(2, **options)})
+    return run_python([script], folder, {**PLAIN, **cards(2, guarded=True, **options)})
 
 
 def test_device_is_torchs_own_cuda_with_generators_and_memory(tmp_path):

@@ -1,9 +1,9 @@
 """Users' scripts over Unsloth's GPU code on two devices, in shapes of Unsloth's notebooks.
 
-    python gpu_path.py KIND MODEL OUT              two ranks, started by the plugin
-    python gpu_path.py KIND MODEL OUT --plain      one process
+    python gpu_path.py MODEL OUT KIND...              two ranks, started by the plugin
+    python gpu_path.py MODEL OUT KIND... --plain      one process
 
-KIND is sft, packed, grpo, dpo or vision. Each rank leaves what it saw in OUT/rank_N.json.
+KIND is sft, packed, grpo, dpo or vision, one after the other. Each rank leaves what it saw in OUT/KIND/rank_N.json.
 """
 
 import sys
@@ -32,9 +32,9 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, SFTC
 from unsloth.models import _utils as unsloth_utils
 
 parser = argparse.ArgumentParser()
-parser.add_argument("kind")
 parser.add_argument("model")
-parser.add_argument("out", type=Path)
+parser.add_argument("root", type=Path)
+parser.add_argument("kinds", nargs="+")
 parser.add_argument("--plain", action="store_true", help="without the plugin")
 parser.add_argument("--shapes", nargs="+", default=[], help="batch, accumulation and completions of a prompt")
 parser.add_argument("--no-export", action="store_true")
@@ -42,7 +42,7 @@ options = parser.parse_args()
 rank = int(os.environ.get("RANK", "0"))
 
 SETTINGS = {
-    "output_dir": str(options.out / "checkpoints"),
+    "output_dir": "checkpoints",
     "dataset_num_proc": 1,
     "gradient_accumulation_steps": 1,
     "learning_rate": 1e-2,
@@ -90,7 +90,7 @@ def write_facts(trainer, weights, **more):
         "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
         **more,
     }
-    (options.out / f"rank_{rank}.json").write_text(json.dumps(facts, indent=1))
+    (out / f"rank_{rank}.json").write_text(json.dumps(facts, indent=1))
 
 
 def note_comparisons():
@@ -118,8 +118,8 @@ def note_writes(event, arguments):
         target = arguments[1]
     else:
         return
-    if isinstance(target, (str, os.PathLike)) and Path(target).is_relative_to(options.out):
-        written.append(str(Path(target).relative_to(options.out)))
+    if isinstance(target, (str, os.PathLike)) and Path(target).is_relative_to(out):
+        written.append(str(Path(target).relative_to(out)))
 
 
 class NewStep(TrainerCallback):
@@ -129,7 +129,7 @@ class NewStep(TrainerCallback):
 
 def sft():
     """Trains, saves, merges, loads again."""
-    merged, adapter = options.out / "merged", options.out / "adapter"
+    merged, adapter = out / "merged", out / "adapter"
     model, tokenizer = load(options.model)
     model = with_lora(model, "q_proj", "v_proj", "down_proj")
     if not options.plain:
@@ -147,7 +147,7 @@ def sft():
 
     # What Unsloth does to embeddings that are trained: the file is read as memory, and copied.
     mine = torch.full((20_000, 32), float(rank + 1))
-    offloaded = [unsloth_utils.offload_to_disk(mine, model, "side", str(options.out / "buffers")) for _ in range(20)]
+    offloaded = [unsloth_utils.offload_to_disk(mine, model, "side", str(out / "buffers")) for _ in range(20)]
 
     sys.addaudithook(note_writes)
     model.save_pretrained_merged(str(merged), tokenizer, save_method="merged_16bit")
@@ -180,7 +180,7 @@ def packed():
     model, tokenizer = load(options.model, load_in_4bit=True)
     if options.plain:
         for part in (model, tokenizer):
-            part.save_pretrained(options.out / "quantized")
+            part.save_pretrained(out / "quantized")
     model = with_lora(model, "q_proj", "v_proj", use_gradient_checkpointing=False)
     sizes = {"per_device_train_batch_size": 4, "max_length": 64, "max_steps": 2}
     args = SFTConfig(dataset_text_field="text", **sizes, **SETTINGS)
@@ -192,10 +192,10 @@ def packed():
     errors, exported = [], []
     names = () if options.no_export else ("aborted", "first", "second")
     if names:
-        model.save_pretrained_merged(str(options.out / "merged"), tokenizer, save_method="merged_16bit")
+        model.save_pretrained_merged(str(out / "merged"), tokenizer, save_method="merged_16bit")
     for name in names:
         try:
-            exported += model.save_pretrained_gguf(str(options.out / name), tokenizer)["gguf_files"]
+            exported += model.save_pretrained_gguf(str(out / name), tokenizer)["gguf_files"]
         except Exception as error:  # Also where another rank has aborted.
             errors.append(f"{type(error).__name__}: {error}")
     num_packed = sum(getattr(module, "quant_state", None) is not None for module in model.modules())
@@ -287,9 +287,12 @@ def vision():
     collator = UnslothVisionDataCollator(model, processor)
     trainer = SFTTrainer(model, args, collator, train_dataset=rows, processing_class=processor)
     trainer.train()
-    model.save_pretrained(str(options.out / "adapter"))
-    processor.save_pretrained(str(options.out / "adapter"))
+    model.save_pretrained(str(out / "adapter"))
+    processor.save_pretrained(str(out / "adapter"))
     write_facts(trainer, adapter_weights(model))
 
 
-globals()[options.kind]()
+for kind in options.kinds:
+    out = options.root / kind
+    out.mkdir(exist_ok=True)
+    globals()[kind]()

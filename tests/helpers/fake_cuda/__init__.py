@@ -6,13 +6,14 @@ compute on the CPU. `device.cpp` is the device, `nccl.cpp` the collectives, `cud
 
     run = run_python([script], tmp_path, {**PLAIN, **cards(2)})
 
-What it has as a card has: memory that the host cannot touch, counted for each device, with a limit; generators of its
-own; collectives that run behind the host's back; one card per rank. What it has not: speed, kernels (Triton's
-are interpreted), overlap of streams, torch.compile, a driver (nvidia-smi), NCCL's transports.
+What it has as a card has: memory that the host cannot touch (see `cards`), counted for each device, with a limit;
+generators of its own; collectives that run behind the host's back; one card per rank. What it has not: speed, kernels
+(Triton's are interpreted), overlap of streams, torch.compile, a driver (nvidia-smi), NCCL's transports.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ def cards(
     capability: str = "7.5",
     memory: str = "",
     report: Path | str = "",
+    guarded: bool = False,
 ) -> dict[str, str]:
     """Variables of a process that has CUDA devices in host memory.
 
@@ -44,6 +46,8 @@ def cards(
         capability: Of all devices. "7.5" is a T4, which has no bfloat16; "8.0", "9.0".
         memory: Bytes of each device, or "NUMBER=BYTES" for one of them, separated by commas; 16 GiB by default.
         report: Each process writes what it did with the devices into this file's name with ".PID" behind, at its end.
+        guarded: The host cannot touch the memory, also where the processor has no protection keys. Each operator makes
+            two calls of the system for it then.
     """
     numbers = ",".join(map(str, range(visible))) if isinstance(visible, int) else visible
     count = of if of is not None else max((int(n) for n in numbers.split(",") if n.isdigit()), default=-1) + 1
@@ -57,7 +61,16 @@ def cards(
         found["FAKE_CUDA_MEMORY"] = memory
     if report:
         found["FAKE_CUDA_REPORT"] = os.fspath(report)
+    if not guarded and not has_protection_keys():
+        found["FAKE_CUDA_UNPROTECTED"] = "1"
     return found
+
+
+@functools.cache
+def has_protection_keys() -> bool:
+    """Of this machine's processor: access to memory is a right of each thread then, which costs nothing."""
+    file = Path("/proc/cpuinfo")
+    return file.exists() and " ospke" in file.read_text()
 
 
 @dataclass(frozen=True)
