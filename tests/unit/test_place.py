@@ -11,8 +11,6 @@ from unsloth_multigpu.group.place import describe_lone_process, describe_ranks
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 
-T4 = ("Tesla T4", int(14.7 * 2**30))
-
 
 @pytest.mark.parametrize(
     ("num_visible", "options", "variables", "said"),
@@ -53,7 +51,7 @@ def test_torch_without_cuda_is_named_where_no_gpu_is_visible(monkeypatch):
 )
 def test_ranks_are_told_with_their_devices(monkeypatch, identity, num_visible, sharing, said):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", sharing)
-    card = SimpleNamespace(name=T4[0], total_memory=T4[1])
+    card = SimpleNamespace(name="Tesla T4", total_memory=int(14.7 * 2**30))
     module = SimpleNamespace(device_count=lambda: num_visible, get_device_properties=lambda _: card)
     monkeypatch.setattr(place, "local_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)

@@ -26,14 +26,6 @@ def net():
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
 
 
-class Named(nn.Module):
-    """A model whose only child is really called "module"."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = nn.Linear(2, 2)
-
-
 def test_one_process_with_one_device_gets_the_model_itself():
     model = net()
     assert ump.wrap_model_multi_gpu(model) is model
@@ -77,7 +69,7 @@ def test_unwrap_takes_wrappers_off_in_any_order(lone_group):
     assert ump.unwrap_model(torch.compile(DistributedDataParallel(model))) is model
     assert ump.unwrap_model(DistributedDataParallel(torch.compile(model))) is model
     assert ump.unwrap_model(DataParallel(torch.compile(DataParallel(model)))) is model
-    named = Named()
+    named = nn.ModuleDict({"module": nn.Linear(2, 2)})  # Its only child is really called "module".
     assert ump.unwrap_model(named) is named
 
 
@@ -191,9 +183,5 @@ def test_argument_that_cannot_be_used_is_named(arguments, message):
 
 
 def test_stream_is_refused():
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(range(8))
-
-    with pytest.raises(ConfigError, match="Stream has no length"):
-        ump.distributed_loader(Stream(), 4)
+    with pytest.raises(ConfigError, match="ChainDataset has no length"):
+        ump.distributed_loader(torch.utils.data.ChainDataset([]), 4)

@@ -38,14 +38,11 @@ def _without_unsloth(monkeypatch):
     monkeypatch.setenv("no_proxy", "local")
 
 
-def events_of(folder, rank=0):
-    return EventWriter(folder, rank, 0, HeartbeatPage(None, rank))
-
-
 def server(folder="", rank=0):
     """The server of a rank that waits 0.2 s for it."""
     config = MultiGPUConfig(generators=1, timeout_s=0.1)
-    return GenerationServer(config, 20000, events_of(folder, rank), is_first=rank == 0)
+    events = EventWriter(folder, rank, 0, HeartbeatPage(None, rank))
+    return GenerationServer(config, 20000, events, is_first=rank == 0)
 
 
 def use(server, name, **arguments):

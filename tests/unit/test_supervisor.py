@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -144,12 +145,8 @@ def test_run_folder_that_is_gone_ends_the_ranks(tmp_path):
         def look(self):
             raise FileNotFoundError(2, "No such file", str(tmp_path))
 
-    class Living:
-        def living(self):
-            return {0: 1}
-
     with refused(LaunchError, "can no longer watch its ranks, so it ended them", str(tmp_path)):
-        launcher_of(tmp_path)._watch_ranks(Living(), Blind())
+        launcher_of(tmp_path)._watch_ranks(SimpleNamespace(living=lambda: {0: 1}), Blind())
 
 
 def test_signal_before_the_first_start_starts_nothing(tmp_path, monkeypatch):
