@@ -319,7 +319,7 @@ def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind
 def test_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     trainer = Saving(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1024 * (folder == tmp_path)))
-    told = rf"checkpoint-3 could not be saved, earlier .*; the disk of {tmp_path} has 1,024 bytes free: .* No space le"
+    told = rf"checkpoint-3 could not be saved, earlier .*; the disk of {tmp_path} has 1,024 bytes free: .* No space"
     with pytest.raises(OSError, match=told):
         checkpoints(trainer, rank_of())._save(trainer.save, None)
     assert not list(tmp_path.iterdir())

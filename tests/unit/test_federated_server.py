@@ -58,7 +58,10 @@ def run(plan, num_clients=2, **options):
         ({"clients_per_gpu": 0}, "clients_per_gpu=0; expected a whole number of at least 1"),
         ({"placement": "random"}, "placement='random'; expected 'round_robin' or 'balanced'"),
         ({"lora_aggregation": "svd"}, "lora_aggregation='svd'; expected 'mean' or 'project'"),
-        ({"lora_aggregation": "project", "strategy": "fedadam"}, "cannot work here: FedAdam does not compute the exam"),
+        (
+            {"lora_aggregation": "project", "strategy": "fedadam"},
+            "lora_aggregation='project' cannot work here: FedAdam does not compute the example-weighted mean",
+        ),
         ({"train_fn": None}, "train_fn=None; expected a function that is called as train_fn"),
     ],
 )
