@@ -1,12 +1,16 @@
-"""The kinds of accelerators: their process group backends, and the variables that select visible devices. Pure.
+"""The kinds of accelerators: process group backends, variables that select devices, settings of the allocator. Pure.
 
 The only module that names them. NVIDIA's and AMD's GPUs are both "cuda" to torch.
 """
 
 from __future__ import annotations
 
+import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from unsloth_multigpu.versions import installed_version
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ HIDDEN: Mapping[str, str] = {
     # oneAPI has no empty mask; this one leaves no GPU.
     "ONEAPI_DEVICE_SELECTOR": "*:cpu",
 }
+# Variables of torch's CUDA allocator. An empty value counts as set.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
+# Unsloth's value for versions of torch that read PYTORCH_CUDA_ALLOC_CONF.
+_ROUNDED = f"{_EXPANDABLE},roundup_power2_divisions:[32:256,64:128,256:64,>:32]"
 _KIND_OF = {kind.backend: name for name, kind in KINDS.items()}
 
 
@@ -67,3 +76,21 @@ def among(kind: str, indices: Sequence[int], environment: Mapping[str, str]) -> 
         raise IndexError(hiding[0])
     chosen = {name: ",".join(entries[index].strip() for index in indices) for name, entries in shown.items()}
     return chosen or {names[-1]: ",".join(map(str, indices))}
+
+
+def allocator_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns Unsloth's settings of the allocator; empty if it is not installed or sets none, or the user has.
+
+    `import unsloth` sets them before it imports torch. In a rank, `enable_multi_gpu()` has opened the device before,
+    which reads the settings once. Without them a script that just fits on one GPU could run out of memory on two.
+    """
+    torch_version = installed_version("torch")
+    if installed_version("unsloth_zoo") is None or torch_version is None:
+        return {}
+    if any(name in environment for name in ALLOCATOR_VARIABLES) or environment.get("UNSLOTH_VLLM_STANDBY", "0") != "0":
+        return {}
+    # ROCm and WSL have no expandable segments. Containers on WSL share its kernel.
+    if "+rocm" in torch_version or "microsoft" in platform.release().lower():
+        return {}
+    numbers = [int(number) for number in re.findall(r"\d+", torch_version)[:2]]
+    return {"PYTORCH_ALLOC_CONF": _EXPANDABLE} if numbers >= [2, 10] else {"PYTORCH_CUDA_ALLOC_CONF": _ROUNDED}

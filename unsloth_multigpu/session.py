@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.accelerator import allocator_variables
 from unsloth_multigpu.errors import MultiGPUError, SetupError, is_refusal
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.option_type import Scope
@@ -350,8 +351,6 @@ def _claim_device(session: Session) -> None:
     if session.identity.world_size == 1:
         return
     if session.config.device != "cpu":
-        from unsloth_multigpu.launch.allocator import allocator_variables
-
         # torch reads these variables once, when the device is opened below. Our launcher has set them already.
         os.environ.update(allocator_variables(os.environ))
     import torch

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.run import BARE, finish, free_port, run_python, run_well, start
-from unsloth_multigpu.launch.allocator import allocator_variables
+from unsloth_multigpu.accelerator import allocator_variables
 
 SCRIPT = Path(__file__).parent / "scripts" / "whoami.py"
 LEAVES = SCRIPT.with_name("leaves.py")

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from unsloth_multigpu.launch import allocator
-from unsloth_multigpu.launch.allocator import VARIABLES, allocator_variables
+from unsloth_multigpu import accelerator
+from unsloth_multigpu.accelerator import ALLOCATOR_VARIABLES, allocator_variables
 from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.options import MultiGPUConfig
 
@@ -20,7 +20,7 @@ OLD = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divis
 @pytest.fixture
 def versions(monkeypatch):
     installed = {"torch": "2.13.0+cu130", "unsloth_zoo": "2026.10.9"}
-    monkeypatch.setattr(allocator, "installed_version", installed.get)
+    monkeypatch.setattr(accelerator, "installed_version", installed.get)
     monkeypatch.setattr(platform, "release", lambda: "6.8.0-45-generic")
     return installed
 
@@ -32,7 +32,7 @@ def test_variable_is_the_one_that_torch_reads(versions, torch, expected):
 
 
 def test_nothing_is_set_where_it_would_fail_or_is_set(versions, monkeypatch):
-    for environment in ({"UNSLOTH_VLLM_STANDBY": "1"}, *({name: ""} for name in VARIABLES)):
+    for environment in ({"UNSLOTH_VLLM_STANDBY": "1"}, *({name: ""} for name in ALLOCATOR_VARIABLES)):
         assert allocator_variables(environment) == {}
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     assert allocator_variables({}) == {}
@@ -41,7 +41,7 @@ def test_nothing_is_set_where_it_would_fail_or_is_set(versions, monkeypatch):
 @pytest.mark.parametrize(("device", "expected"), [("auto", NEW), ("cpu", {})])
 def test_launcher_hands_it_to_ranks(versions, tmp_path, device, expected):
     told = rank_environment(MultiGPUConfig(device=device), 2, tmp_path, tmp_path, "run", {})
-    assert {name: told[name] for name in VARIABLES if name in told} == expected
+    assert {name: told[name] for name in ALLOCATOR_VARIABLES if name in told} == expected
 
 
 @pytest.mark.thorough

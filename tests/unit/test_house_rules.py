@@ -70,11 +70,11 @@ LAYERS = {
 }
 DATA, PURE, RUNTIME, EDGES, FRONT, OUTSIDE, FACE = 0, range(1, 3), range(3, 8), 8, range(9, 13), range(13, 15), 15
 # By its docstring a module of the runtime says that it needs no torch, so that all above may import it: "Pure.", "A
-# pure decision", "Needs no torch." One of an edge or of the front says that it is imported inside functions only.
-MARKS = {
-    "pure": re.compile(r"\bpure\b|\bno torch\b", re.IGNORECASE),
-    "late": re.compile("Imported inside functions only"),
-}
+# pure decision", "Needs no torch."
+PURE_WORDS = re.compile(r"\bpure\b|\bno torch\b", re.IGNORECASE)
+# Modules of edges and of the front that need the runtime. They are imported inside functions, and by each other.
+LATE = {f"notebook.{name}" for name in ("display", "kernel_share", "monitor", "recovery", "shell", "worker")}
+LATE |= {"legacy.serial", "notebook.cell_program", "notebook.kernel_start", "plain.plain_loop"}
 LIGHT = {"packaging", "wrapt", "psutil"}
 # Read files of options, which few users have: inside functions, where there is one. dill comes with datasets.
 PARSERS = {"yaml", "tomli", "dill"}
@@ -100,12 +100,12 @@ def layer_of(module: str) -> int | None:
 
 @functools.cache
 def marks_of(module: str, source: str | None = None) -> set[str]:
-    """Which of the two marks its docstring has."""
+    """Returns "pure" and "late", as far as they hold."""
     if source is None:
         path = PACKAGE / (module.replace(".", "/") + ".py")
         source = path.read_text(encoding="utf-8") if path.is_file() else ""
-    docstring = ast.get_docstring(ast.parse(source)) or ""
-    return {mark for mark, words in MARKS.items() if words.search(docstring)}
+    is_pure = PURE_WORDS.search(ast.get_docstring(ast.parse(source)) or "")
+    return {mark for mark, holds in (("pure", is_pure), ("late", module in LATE)) if holds}
 
 
 def called(call: ast.Call) -> str:
@@ -296,7 +296,7 @@ LONG = "x = 1\n" * MAX_MODULE_LINES
         (layer_violations, "train.trainer", "def f():\n    from unsloth_multigpu.legacy.serial import SerialTrainer"),
         (layer_violations, "hooks.trainer_patches", "import unsloth_multigpu.train.trainer"),
         (layer_violations, "hooks.trainer_patches", "from . import saving"),
-        (layer_violations, "notebook.kernel_start", "from unsloth_multigpu.notebook.recovery import Trainings"),
+        (layer_violations, "notebook.kernel", "from unsloth_multigpu.notebook.recovery import Trainings"),
         (layer_violations, "plugin", "import importlib\nx = importlib.import_module('datasets')"),
         (layer_violations, "plugin", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
         (layer_violations, "cli.main", "def f():\n    from unsloth_multigpu.tools.doctor import COMMAND"),

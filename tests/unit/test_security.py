@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from unsloth_multigpu.launch.allocator import allocator_variables
+from unsloth_multigpu.accelerator import allocator_variables
 from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.launch.nodes import Record, decode_record
 from unsloth_multigpu.options import MultiGPUConfig

@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unsloth_multigpu.accelerator import allocator_variables
 from unsloth_multigpu.errors import ConfigError, LaunchError, PatchError, SetupError, VersionError
 from unsloth_multigpu.group.random_state import DRAWS, read_draws
-from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.cause import INTERRUPTED, Cause, find_refusal
 from unsloth_multigpu.launch.engine import Ranks, start_ranks
 from unsloth_multigpu.launch.generation_server import GenerationServer, free_ports

@@ -1,8 +1,6 @@
 """SerialTrainer: the legacy way to use several devices, one process whose devices compute one after the other.
 
 It is slower than one device, and is kept so that it can be compared against. The loop stays Hugging Face's.
-
-Imported inside functions only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The program of a notebook's rank: cells, which may fail, be stopped, and be run again.
 
 `unsloth_multigpu.program` has the base class for scripts, with the purpose of each method.
-
-Imported inside functions only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Shows the ranks of a notebook: `%%rank N`, `%%rank0`, `%ranks`, and a table below the cell that trains.
-
-Imported inside functions only.
-"""
+"""Shows the ranks of a notebook: `%%rank N`, `%%rank0`, `%ranks`, and a table below the cell that trains."""
 
 from __future__ import annotations
 

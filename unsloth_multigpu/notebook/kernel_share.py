@@ -1,8 +1,6 @@
 """What rank 0 does for all ranks: commands, magics, logins, questions. The others wait for its result or error.
 
 The kernel and its workers use it. Public methods of IPython are replaced on the one shell object while the ranks live.
-
-Imported inside functions only.
 """
 
 from __future__ import annotations

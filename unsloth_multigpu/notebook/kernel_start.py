@@ -1,7 +1,4 @@
-"""`enable_multi_gpu()` in a notebook: this kernel becomes rank 0, and workers run every later cell, too.
-
-Imported inside functions only.
-"""
+"""`enable_multi_gpu()` in a notebook: this kernel becomes rank 0, and workers run every later cell, too."""
 
 from __future__ import annotations
 

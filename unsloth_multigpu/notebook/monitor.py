@@ -1,7 +1,4 @@
-"""Watches the workers of a notebook in a thread of the kernel, and acts on faults while a cell runs.
-
-Imported inside functions only.
-"""
+"""Watches the workers of a notebook in a thread of the kernel, and acts on faults while a cell runs."""
 
 from __future__ import annotations
 

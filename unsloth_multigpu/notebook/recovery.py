@@ -2,8 +2,6 @@
 
 They get a new group after a failed cell. Trainers are lost, and all ranks get rank 0's weights. Sharded models move to
 the new process group; if shards are lost, their use is an error.
-
-Imported inside functions only.
 """
 
 from __future__ import annotations

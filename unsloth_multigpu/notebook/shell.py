@@ -1,7 +1,4 @@
-"""Hooks into the shell of the kernel: cells begin and end on all ranks together, and an error is shown once.
-
-Imported inside functions only.
-"""
+"""Hooks into the shell of the kernel: cells begin and end on all ranks together, and an error is shown once."""
 
 from __future__ import annotations
 

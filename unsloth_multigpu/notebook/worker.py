@@ -1,7 +1,4 @@
-"""A worker process: runs every cell of the kernel in an IPython shell of its own.
-
-Imported inside functions only.
-"""
+"""A worker process: runs every cell of the kernel in an IPython shell of its own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Training loops without a Trainer: the model in DDP, and a data loader whose batches the ranks share.
 
 The functions work in ranks that `enable_multi_gpu` has started or joined, and in one process.
-
-Imported inside functions only.
 """
 
 from __future__ import annotations
