@@ -95,7 +95,8 @@ class Patch:
             return
         is_wrapped = isinstance(raw, (staticmethod, classmethod))
         original = raw.__func__ if is_wrapped else raw
-        if not inspect.isroutine(original):
+        # inspect takes a `partialmethod` or `cached_property` for a routine.
+        if not (inspect.isroutine(original) and callable(original)):
             raise self._mismatch(f"it is not a function but {type(raw).__name__}")
         if missing := [name for name in self.needs if name not in inspect.signature(original).parameters]:
             raise self._mismatch(f"it has no parameter {', '.join(missing)}")

@@ -67,6 +67,12 @@ def test_result_of_rank_0_is_that_of_the_others_where_json_holds_it(ranks, resul
     assert ranks.calls == [["save"], []]
 
 
+def test_late_rank_is_told_of_the_latest_save_to_the_same_path(ranks):
+    for result in ("first", "second"):
+        ranks.saver(0, result=result)("model", "out")
+    assert ranks.saver(1)("model", "out") == "second"
+
+
 class Strange(Exception):
     """Cannot be made without its own arguments, by whatever class derives from it."""
 

@@ -17,7 +17,6 @@ from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.identity import read_identity
 
 
 def main() -> None:
@@ -54,7 +53,7 @@ def main() -> None:
         try:
             enable_multi_gpu()
         except MultiGPUError as error:
-            if read_identity(os.environ) is not None:
+            if RunContext.read(os.environ).run_dir is not None:
                 raise  # A rank reports it to its supervisor.
             tell(f"error: {error}\n")
             raise SystemExit(error.exit_code) from None

@@ -4,8 +4,8 @@ The script runs on every rank, including `if exists(folder): rmtree(folder)` bef
 seconds before it writes, until the other ranks have come to the same save. This is no barrier: an export may take
 longer than the timeout of a collective, and code that only rank 0 reaches must not wait for the others.
 
-In the store, `saves/of/N/WHAT` is rank 0's N-th save of WHAT (a saver and its path): {} once it has begun, later its
-outcome. `saves/at/R` is the current position of rank R.
+In the store, `saves/of/WHAT` describes rank 0's latest save of WHAT (a saver and its path): its number, and {} once it
+has begun, later its outcome. `saves/at/R` is the current position of rank R.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWN_PATH_GRACE_S = 10.0
 # An export may take hours. If rank 0 dies meanwhile, the launcher ends the run.
 SAVE_LIMIT_S = 86_400.0
 _AT = "saves/at/{}"
-_OF = "saves/of/{}/{}"
+_OF = "saves/of/{}"
 _LEFT = "saves/left/{}"
 _GATHERS = "Saving a sharded model gathers the weights of all ranks, so all ranks must call it."
 _ON_ALL_RANKS = "Call it on all ranks, not under `if rank == 0:`. The files are written once."
@@ -207,12 +207,15 @@ class Saves:
         self._manager.publish(_AT.format(self._rank), json.dumps(at))
 
     def _publish(self, outcome: dict[str, Any]) -> None:
-        self._manager.publish(_OF.format(self._at.number, self._at.what), json.dumps(outcome))
+        self._manager.publish(_OF.format(self._at.what), json.dumps([self._at.number, outcome]))
 
     def _told(self, what: str) -> dict[str, Any] | None:
-        """Returns the outcome of rank 0's corresponding save: {} while it runs, None if it has not started."""
-        told = self._manager.read(_OF.format(self._counts[what], what))
-        return None if told is None else json.loads(told)
+        """Returns the outcome of rank 0's corresponding save: {} while it runs, None if it has not started.
+
+        If rank 0 has started a later save to the same path, the outcome is that of the later one.
+        """
+        number, outcome = json.loads(self._manager.read(_OF.format(what)) or "[0, null]")
+        return outcome if number >= self._counts[what] else None
 
     def _result(self, outcome: dict[str, Any]) -> Any:
         result = value_of(outcome, self._at.what)
