@@ -127,16 +127,14 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[Still]:
         stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
         stack.enter_context(KeptObjects(trainer))
         stack.enter_context(instance_attribute(trainer, "log", lambda *args, **kwargs: None))
+        for parameter, gradient in gradients:
+            parameter.grad = None
+            stack.callback(setattr, parameter, "grad", gradient)
+        # It clears gradients after an error.
         stack.enter_context(tried_pass(trainer.model))
         still = stack.enter_context(Still())
-        for parameter, _ in gradients:
-            parameter.grad = None
-        try:
-            yield still
-            still.numbers = numbers_of(trainer)
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+        yield still
+        still.numbers = numbers_of(trainer)
 
 
 class KeptObjects:
