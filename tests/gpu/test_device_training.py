@@ -79,7 +79,7 @@ def run_in_parts(folder: Path, *arguments: str, in_cells: bool = False, **variab
     """What a script, or a notebook's cell, has ended with: "" = well; and what it said."""
     hidden = light_with_bits("datasets", "rich", "unsloth", "unsloth_zoo")
     # Activations are to be small beside the weights.
-    arguments = (*arguments, json.dumps({"tokens": 8}))
+    arguments = (*arguments, json.dumps({"tokens": 8, "max_steps": 2}))
     if not in_cells:
         run = run_python([FOUR_BITS, *arguments], folder, {**hidden, **variables})
         return str(run.code or ""), run.err
@@ -120,6 +120,8 @@ def test_4_bit_model_that_no_card_holds_trains_in_parts(
         assert refused
         assert "ran out of memory" in text
         assert "shard='on'" in text
+    else:  # Each layer is gathered again for the comparison of the first step.
+        limited["UNSLOTH_MULTIGPU_CHECK_FIRST_STEP"] = "off"
     error, text = run_in_parts(tmp_path, "2", str(folder / name), "parts", **limited, UNSLOTH_MULTIGPU_SHARD="on")
     assert not error, text
     ranks = [json.loads((tmp_path / "parts" / f"facts_{rank}.json").read_text()) for rank in range(2)]
