@@ -76,7 +76,7 @@ def adapter_weights(model):
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).float().cpu() for name, t in state.items()}
 
 
-def write_facts(trainer, weights, **more):
+def write_facts(trainer, weights, /, **more):
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     named = b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
     facts = {
