@@ -143,7 +143,7 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
 
 def _refuse_unsteered_training() -> None:
     """In a helper process the call does nothing. If that process trains all the same, its `train()` is refused."""
-    from unsloth_multigpu.hooks.refusal import unsteered_train_patch
+    from unsloth_multigpu.hooks.trainer_patches import unsteered_train_patch
 
     def is_lone() -> bool:
         try:

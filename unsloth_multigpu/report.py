@@ -154,7 +154,8 @@ class RunReport:
             line += f", {_counted(self.num_samples, 'sample')}{of_ranks}"
         line += f" in {seconds:.1f} s"
         if is_counted and seconds > 0:
-            line += f" ({_rounded(self.num_samples / seconds)} samples/s)"
+            speed = self.num_samples / seconds
+            line += f" ({speed:.0f} samples/s)" if speed >= 10 else f" ({speed:.2g} samples/s)"
         total_s = sum(first.phases_s.values())
         longest_first = sorted(first.phases_s.items(), key=lambda phase: -phase[1])
         others = [(s / total_s, name) for name, s in longest_first if name != STEPS and s > _NOTICEABLE * total_s]
@@ -178,7 +179,3 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 def _counted(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
-
-
-def _rounded(number: float) -> str:
-    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"

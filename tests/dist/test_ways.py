@@ -15,7 +15,6 @@ SCRIPT = Path(__file__).parent / "scripts" / "ways.py"
 TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}
 OVERRULED = "[rank 1] a callback of rank 1 has set control.should_save, and none of rank 0 did"
 
-
 UPLOADS = """
 import os, time
 import unsloth_multigpu as ump; ump.enable_multi_gpu(num_gpus=2, timeout_s=20)

@@ -18,7 +18,6 @@ SCRIPT = Path(__file__).parent / "scripts" / "alpaca_notebook.py"
 TOLERANCE = 1e-4  # Measured: 4e-7.
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
-
 PRINTED = (
     "Rows to train on: 43",
     "Training took ",

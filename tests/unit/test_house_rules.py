@@ -80,7 +80,6 @@ LIGHT = {"packaging", "wrapt", "psutil"}
 PARSERS = {"yaml", "tomli", "dill"}
 HEAVY = {"torch", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
 
-
 TOOLS = {path.parent.name for path in (PACKAGE / "tools").glob("*/__init__.py")}
 
 

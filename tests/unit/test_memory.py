@@ -10,7 +10,6 @@ from unsloth_multigpu.step.out_of_memory import advice, explain, is_out_of_memor
 
 CPU = torch.device("cpu")
 
-
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError("CUDA error: out of memory"),

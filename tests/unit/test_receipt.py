@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.hooks.refusal import followed_train_patch
-from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
+from unsloth_multigpu.hooks.trainer_patches import TrainerHooks, followed_train_patch
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.session import Session

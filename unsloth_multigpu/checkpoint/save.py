@@ -139,11 +139,12 @@ class Checkpoints(Part):
         self.exchange.save_state(part)
         if order is not None:
             (part / ORDER_FILE).write_text(json.dumps(order), encoding="ascii")
+        has_optimizer = any(any(part.glob(name)) for name in _OPTIMIZER_FILES)
         manifest = Manifest(
             run_id=self.resume.context.run_id or "",
             step=state.global_step,
             world_size=self.manager.identity.world_size,
-            is_resumable=(part / _STATE_FILE).is_file() and _has_optimizer(part) and _has_weights(part),
+            is_resumable=(part / _STATE_FILE).is_file() and has_optimizer and _has_weights(part),
             facts=self.resume.facts,
             cursor=self._cursor(loader),
             is_sharded=self.resume.is_sharded,
@@ -220,10 +221,6 @@ def _listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Returns time and size of each file, to find changed files later."""
     stats = {p.relative_to(folder).as_posix(): p.stat() for p in folder.rglob("*") if p.is_file()}
     return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()}
-
-
-def _has_optimizer(folder: Path) -> bool:
-    return any(any(folder.glob(name)) for name in _OPTIMIZER_FILES)
 
 
 def _has_weights(folder: Path) -> bool:

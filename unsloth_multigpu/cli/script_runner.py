@@ -42,7 +42,7 @@ def main() -> None:
     if not is_module and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
 
-    from unsloth_multigpu.hooks.refusal import followed_train_patch
+    from unsloth_multigpu.hooks.trainer_patches import followed_train_patch
     from unsloth_multigpu.patching import PatchRegistry
     from unsloth_multigpu.plugin import enable_multi_gpu, is_multi_gpu_enabled
 

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.deal.plan import (
-    CostModel,
-    MicroBatches,
-    deal_micro_batches,
-    plan_step,
-    step_time,
-)
+from unsloth_multigpu.deal.plan import CostModel, MicroBatches, deal_micro_batches, plan_step, step_time
 from unsloth_multigpu.errors import ConfigError
 
 if TYPE_CHECKING:

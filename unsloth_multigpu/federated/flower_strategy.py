@@ -22,6 +22,8 @@ _log = get_logger(__name__)
 Kind = Literal["train", "evaluate"]
 # Flower's defaults are 2: with one client it would wait forever for a second one.
 _LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
+# Strategies whose server applies an optimizer to the clients' mean, which is right for parameters only.
+WITH_OPTIMIZER = (flower.FedAdagrad, flower.FedAdam, flower.FedYogi, flower.FedAvgM)
 # Strategies whose clients must clip with one of Flower's mods, which the ClientApp of a train_fn does not have.
 _WITH_MODS = (flower.DifferentialPrivacyClientSideFixedClipping, flower.DifferentialPrivacyClientSideAdaptiveClipping)
 
@@ -120,11 +122,6 @@ def check_strategy(strategy: Strategy, num_clients: int) -> None:
 def is_weighted_mean(strategy: Strategy) -> bool:
     """True if the global weights are exactly the example-weighted mean of the clients' weights."""
     return isinstance(strategy, FedAvg) and type(strategy).aggregate_train is FedAvg.aggregate_train
-
-
-def has_server_optimizer(strategy: Strategy) -> bool:
-    """True if the server applies an optimizer to the clients' mean, which is right for parameters only."""
-    return isinstance(strategy, flower.FedAdagrad | flower.FedAdam | flower.FedYogi | flower.FedAvgM)
 
 
 def weight_key(strategy: Strategy) -> str:

@@ -296,7 +296,7 @@ class Training:
         if flower_strategy.is_weighted_mean(self._strategy):
             mode = self._server.options.lora_aggregation
             arrays, found["lora_remainder"] = aggregate_lora(kept, weights, arrays, mode=mode)
-        elif flower_strategy.has_server_optimizer(self._strategy) and self.start.buffers:
+        elif isinstance(self._strategy, flower_strategy.WITH_OPTIMIZER) and self.start.buffers:
             # A server optimizer could make a running variance negative.
             arrays = ArrayRecord({**arrays, **weighted_mean(kept, weights, self.start.buffers)})
         self.arrays = flower_strategy.like(arrays, self.arrays)

@@ -200,6 +200,41 @@ def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, *
         return call(*args, **kwargs)
 
 
+def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
+    """Returns the patch that stops a training which `unsloth-multigpu verify` does not record."""
+    error = SetupError(
+        "verify cannot follow this training and does not begin it: enable_multi_gpu() is not in effect.",
+        hint="Let the script call it on every way to train(), or take it out: verify then does it.",
+    )
+    reason = "Refuses a training that verify does not record: it would run to its end and overwrite saved files."
+    return Patch(f"{_TRAINER}.train", _SUPPORTS, functools.partial(_refused_unless, is_followed, error), reason)
+
+
+def unsteered_train_patch(is_lone: Callable[[], bool]) -> Patch:
+    """Returns the patch for a process started by multiprocessing, in which `enable_multi_gpu` does nothing.
+
+    Args:
+        is_lone: True if `enable_multi_gpu` is in effect nevertheless, or the process is not a rank.
+    """
+    error = SetupError(
+        "multiprocessing has started this process as a rank, and enable_multi_gpu() is not in effect: it was called "
+        "while the script was imported, or before the variables of the rank were set.",
+        hint="Call it in the function that multiprocessing starts, once RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT are set; or start the script with `python train.py` and without spawn.",
+    )
+    reason = "Refuses the training of a rank that is taken for a helper process: it would train by itself."
+    refused = functools.partial(_refused_unless, is_lone, error)
+    return Patch(f"{_TRAINER}.train", _SUPPORTS, refused, reason, optional=True)
+
+
+def _refused_unless(
+    is_allowed: Callable[[], bool], error: SetupError, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if not is_allowed():
+        raise error
+    return original(*args, **kwargs)
+
+
 def _refused_search(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Refuses a search: one rank would choose the trials, and the others would wait for it without a limit."""
     raise SetupError(

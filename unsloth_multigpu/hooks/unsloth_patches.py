@@ -57,13 +57,14 @@ class Placement:
     def _placed(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Loads the model on the rank's device. A device map of card 0, or of all cards, is for one process."""
         given = kwargs.get("device_map")
-        if self.shards and _splits(given):
+        is_splitting, places = str(given) in _SPLITTING, _places(given)
+        if self.shards and (is_splitting or (len(places) > 1 and not places & _OFF_DEVICE)):
             kwargs["device_map"] = {"": self.local_rank}
             logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
         elif given is not None:
             kwargs["device_map"] = local_device_map(given, self.device_type, self.local_rank)
         # In one process such a map splits the model.
-        if self.num_ranks > 1 and self.rank == 0 and not self.shards and str(given) in _SPLITTING:
+        if self.num_ranks > 1 and self.rank == 0 and not self.shards and is_splitting:
             logger.warning(
                 "device_map=%r does not split the model here: each rank has one card and loads all of it there. Where "
                 "it does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
@@ -122,12 +123,6 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
     if len(places) == 1:
         return {"": local_rank}
     return {name: place if str(place) in _OFF_DEVICE else local_rank for name, place in device_map.items()}
-
-
-def _splits(device_map: Any) -> bool:
-    """True for a map that would split a model over several cards, with no part elsewhere."""
-    places = _places(device_map)
-    return str(device_map) in _SPLITTING or (len(places) > 1 and not places & _OFF_DEVICE)
 
 
 def _places(device_map: Any) -> set[str]:

@@ -42,12 +42,10 @@ _LIKELY = {
     ),
 }
 
-
 _OF_NCCL = re.compile(r"NCCL|DistBackendError")
 # NCCL's description. It follows a place in torch's sources and NCCL's kind of failure.
 _LAST_ERROR = re.compile(r"^Last error:[ \t]*\n?[ \t]*(\S[^\n]*)", re.MULTILINE)
 _INTERFACE = "Set NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes (`ip route get ADDRESS`)"
-
 
 # NCCL says it of a lost rank, too. Its other known failures occurred on the rank that reports them.
 _TIMED_OUT = r"connect\b[^\n]*timed out"

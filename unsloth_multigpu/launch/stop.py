@@ -19,7 +19,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal
 # How long a script may handle the signal that ends it at once.
 _END_LIMIT_S = 30.0
 
-
 # Signals that the supervisor has received, with their times, oldest first.
 Received = deque[tuple[int, float]]
 

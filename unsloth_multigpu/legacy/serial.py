@@ -175,7 +175,10 @@ class SerialTrainer(Part):
         self._num_samples += rows
         if rows == 1:
             return [(inputs, 1.0)]
-        pieces = cut_rows(inputs, min(rows, len(self._devices)))
+        count = min(rows, len(self._devices))
+        # Contiguous shards whose sizes differ by at most one row.
+        parts = {name: v.tensor_split(count) if _has_rows(v) else [v] * count for name, v in inputs.items()}
+        pieces = [{name: part[i] for name, part in parts.items()} for i in range(count)]
         self._reduction = reduction = self._reduction or self._find_reduction()
         if reduction.is_token_normalised:  # The loss of a shard is divided by the tokens of the whole step.
             return [(piece, 1.0) for piece in pieces]
@@ -212,12 +215,6 @@ def count_rows(inputs: Any) -> int:
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def cut_rows(inputs: Mapping[str, Any], num_shards: int) -> list[dict[str, Any]]:
-    """Splits a micro-batch into contiguous shards whose sizes differ by at most one row."""
-    parts = {name: v.tensor_split(num_shards) if _has_rows(v) else [v] * num_shards for name, v in inputs.items()}
-    return [{name: part[i] for name, part in parts.items()} for i in range(num_shards)]
 
 
 def _refuse_what_cannot_work(trainer: TrainerLike, devices: Sequence[torch.device]) -> None:

@@ -68,8 +68,8 @@ class CellProgram(Program):
         session.beat.note(device=str(local_device(session.identity, config)))
 
     def prepare(self, manager: DDPManager) -> None:
-        """Lets the manager use the store of the process group, which changes with each group."""
-        manager.connect_store = recovery.store_of_group
+        """Lets the manager use the store of the process group, which changes with each group: a new one is empty."""
+        manager.connect_store = dist.distributed_c10d._get_default_store
         manager.is_abandoned = lambda: self._sharer.is_abandoned
 
     def can_exchange(self) -> bool:

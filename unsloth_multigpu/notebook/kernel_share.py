@@ -199,8 +199,7 @@ class Receiver(Sharer):
         message = self._take(self._next_key(kind))
         if message is None:
             raise LeftAloneError(
-                f"rank 0 has left the cell without {what}.",
-                hint="Let all ranks run the same code in a cell.",
+                f"rank 0 has left the cell without {what}.", hint="Let all ranks run the same code in a cell."
             )
         return value_of(message["outcome"], what)
 

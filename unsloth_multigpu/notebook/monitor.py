@@ -148,7 +148,9 @@ class Monitor:
         cell, now_s = self._kernel.cell, time.monotonic()
         if signal.SIGINT not in signal_numbers or cell is None or cell.stop_s is not None:
             return
-        if cell.taken_stop_s is None and _is_taken():
+        # A training handles Stop itself, to end on all ranks after the same step.
+        is_taken = isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Preemption)
+        if cell.taken_stop_s is None and is_taken:
             cell.taken_stop_s = now_s
             logger.info("Stop: the training ends after this step. A second Stop ends it now, and the model is lost")
         elif cell.taken_stop_s is None or now_s - cell.taken_stop_s > _AGAIN_S:
@@ -257,11 +259,6 @@ def _leave_signals(monitor: weakref.ref[Monitor]) -> None:
     """Called in a forked child: a signal of the child is none of the kernel."""
     if monitor() is not None:
         signal.set_wakeup_fd(-1)
-
-
-def _is_taken() -> bool:
-    """True while a training handles Stop itself, to end on all ranks after the same step."""
-    return isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Preemption)
 
 
 def _raised(worker: WorkerProcess, message: Mapping[str, Any]) -> DistributedError:

@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import FileStore, Store
+from torch.distributed import FileStore
 
 from unsloth_multigpu.accelerator import KINDS, kind_of
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
@@ -67,11 +67,6 @@ def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
     dist.barrier()
-
-
-def store_of_group() -> Store:
-    """Returns the store of the default process group. A new group has an empty store."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def close_group() -> None:

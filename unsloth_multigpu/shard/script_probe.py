@@ -39,7 +39,6 @@ from unsloth_multigpu.words import how_ended, shown_lines
 logger = get_logger(__name__)
 
 DEFAULT_LIMIT_S = 600.0
-_END_LIMIT_S = 10.0
 _LOG_LINES = 15
 _TRANSFORMERS = "transformers>=4.57,<6"
 # Arguments of from_pretrained that concern the model and not its configuration.
@@ -97,7 +96,7 @@ def ask(
         values = {"file": str(outcome), "question": dataclasses.asdict(question)}
         request = ToolRequest("unsloth_multigpu.shard.script_probe:Probe", values)
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
-        code = run_to_end(command, variables, log, marker=str(outcome), limit_s=limit_s, terminate_limit_s=_END_LIMIT_S)
+        code = run_to_end(command, variables, log, marker=str(outcome), limit_s=limit_s)
         if code is None:
             raise RankTimeoutError(
                 f"The script did not reach train() within {limit_s:g} seconds.",

@@ -50,13 +50,7 @@ from unsloth_multigpu.step.loss import (
     whole_ways,
 )
 from unsloth_multigpu.step.passes import on_device
-from unsloth_multigpu.step.snapshot import (
-    ERRORS,
-    KeptObjects,
-    LonePass,
-    Still,
-    kept_training_state,
-)
+from unsloth_multigpu.step.snapshot import ERRORS, KeptObjects, LonePass, Still, kept_training_state
 from unsloth_multigpu.step.step_rows import NotPossibleError, StepRows
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage

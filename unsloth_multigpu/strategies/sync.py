@@ -124,10 +124,7 @@ class GradientSync:
         self.exchange(tensors, lambda flat: self._broadcast(flat.view(torch.uint8)))
 
     def exchange(
-        self,
-        tensors: Sequence[torch.Tensor],
-        start: Callable[[torch.Tensor], Any],
-        dtype: torch.dtype | None = None,
+        self, tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any], dtype: torch.dtype | None = None
     ) -> None:
         """Runs a collective on tensors, bucket by bucket, and writes the results back.
 

@@ -15,7 +15,6 @@ from unsloth_multigpu.options import ENV_CONFIG, ENV_PROBE
 from unsloth_multigpu.wire.child import run_to_end
 from unsloth_multigpu.words import how_ended, shown_lines
 
-_TERMINATE_LIMIT_S = 10.0
 _LOG_LINES = 15
 
 
@@ -31,14 +30,8 @@ def run_probe(
     told = {ENV_PROBE: str(file)}
     if options := os.environ.get(ENV_CONFIG, "").strip():
         told[ENV_CONFIG] = os.path.abspath(options)  # It has another working folder.
-    code = run_to_end(
-        [sys.executable, "-m", module, str(file)],
-        {**os.environ, **(environment or {}), **told},
-        log,
-        marker=str(file),
-        limit_s=limit_s,
-        terminate_limit_s=_TERMINATE_LIMIT_S,
-    )
+    command, variables = [sys.executable, "-m", module, str(file)], {**os.environ, **(environment or {}), **told}
+    code = run_to_end(command, variables, log, marker=str(file), limit_s=limit_s)
     # A crash after the outcome was written is a failure, too.
     if code == 0 and file.exists():
         outcome: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -49,7 +49,6 @@ _IN_REPORT = {
     Phase.COMPILE: "compilation",
 }
 
-
 # Prefix of logged figures. The console shows them in one of so many lines, because they triple its length.
 _PREFIX, _LINES = "multigpu/", 10
 

@@ -152,7 +152,7 @@ def run_to_end(
     *,
     marker: str,
     limit_s: float,
-    terminate_limit_s: float,
+    terminate_limit_s: float = 10.0,
     cwd: Path | None = None,
 ) -> int | None:
     """Runs a command by `start_process`, and ends all of its processes.

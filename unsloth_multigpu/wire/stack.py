@@ -38,7 +38,8 @@ def read_stacks(run_dir: str | os.PathLike[str], pids: Mapping[int, int], limit_
     def are_complete() -> bool:
         before = dict(texts)
         texts.update({r: path.read_bytes()[begins[r] :].decode(errors="replace") for r, path in paths.items()})
-        return texts == before and all(_is_written(texts[rank]) for rank in paths)
+        # The main thread, whose stack is the last one, usually receives the signal.
+        return texts == before and all(main_frames(texts[r]) and "Current thread 0x" in texts[r] for r in paths)
 
     wait_until(are_complete, time.monotonic() + limit_s)
     return texts
@@ -67,11 +68,6 @@ def place_of(frames: list[str]) -> str:
             name = f"In [{cell[1]}]" if cell else Path(frame["file"]).name
             return f"{name}:{frame['line']} in {frame['function']}"
     return ""
-
-
-def _is_written(text: str) -> bool:
-    # The main thread, whose stack is the last one, usually receives the signal.
-    return bool(main_frames(text)) and "Current thread 0x" in text
 
 
 def _is_library(file: str) -> bool:

@@ -39,7 +39,6 @@ BERT = {
     **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 
-
 # Nothing is measured, so that two runs make the same plans and end equal to the bit.
 balance._ASSUMED["cpu"] = CostModel(overhead_tokens=4.0, floor_tokens=0.0)
 balance.Balancer._measures = lambda self: False

@@ -33,7 +33,6 @@ from tests.helpers.log_probs import LogProbs
 
 rank = int(os.environ.get("RANK", "0"))
 
-
 trl.trainer.utils._ChunkedLogProbFunction = LogProbs
 tokenizer = AutoTokenizer.from_pretrained(model_folder)
 out.mkdir(parents=True, exist_ok=True)

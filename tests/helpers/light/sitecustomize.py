@@ -17,7 +17,6 @@ import lazy_torch
 HIDDEN = {*os.environ.get("HIDDEN_MODULES", "").split(","), *os.environ.get("FAKE_CUDA_HIDES", "").split(",")}
 KEPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__pycache__")
 
-
 find = PathFinder.find_spec
 
 

@@ -245,7 +245,6 @@ def make_trainer(model: Any, tokenizer: Any, values: Mapping[str, Any], options:
 # Wall time and CPU time in seconds, micro-batches so far.
 _Mark = tuple[float, float, int]
 
-
 # Inputs of a forward pass: `input_ids`, with `position_ids` for padding-free batches, else `attention_mask`. For each
 # row whether it is a sample, and not the filler of a rank without one.
 _Inputs = tuple[dict[str, torch.Tensor], torch.Tensor]

@@ -25,10 +25,9 @@ def all_patches() -> list[Patch]:
     """Returns every patch of a rank on a GPU under `verify`, whatever this machine has. They are never called."""
     import torch
 
-    from unsloth_multigpu.hooks.refusal import followed_train_patch
     from unsloth_multigpu.hooks.saving import SaveGate
     from unsloth_multigpu.hooks.server_patches import GenerationServer
-    from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
+    from unsloth_multigpu.hooks.trainer_patches import TrainerHooks, followed_train_patch
     from unsloth_multigpu.notebook.kernel_share import notebook_patches
     from unsloth_multigpu.session import Session, patches_of_rank
 

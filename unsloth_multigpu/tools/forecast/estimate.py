@@ -27,7 +27,6 @@ _MOST_PLANNED, _FEWEST_STEPS = 100_000, 2
 # Below this efficiency another GPU is not worth it.
 USEFUL = 0.5
 
-
 _GIGA = 1e9
 _MICRO = 1e-6
 

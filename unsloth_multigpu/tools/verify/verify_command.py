@@ -13,12 +13,7 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.tools.script_program import (
-    DEFAULT_LIMIT_S,
-    check_is_no_rank,
-    run_first_steps,
-    thread_variables,
-)
+from unsloth_multigpu.tools.script_program import DEFAULT_LIMIT_S, check_is_no_rank, run_first_steps, thread_variables
 from unsloth_multigpu.wire.child import exit_on_signal
 from unsloth_multigpu.wire.run import private_dir
 
@@ -91,11 +86,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
 
 COMMAND = Command(
-    "verify",
-    "compare the first steps of a script on one process and on several ranks",
-    Options,
-    run,
-    runs_program=True,
+    "verify", "compare the first steps of a script on one process and on several ranks", Options, run, runs_program=True
 )
 
 
