@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch.engine import start_ranks
+from unsloth_multigpu.launch.watch import start_ranks
 from unsloth_multigpu.wire.child import find_marked
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import is_alive

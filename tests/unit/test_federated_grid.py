@@ -17,8 +17,7 @@ from flwr.common.constant import ErrorCode
 from unsloth_multigpu.errors import FederatedError, SetupError
 from unsloth_multigpu.federated import client_worker as worker
 from unsloth_multigpu.federated import grid as grids
-from unsloth_multigpu.federated.grid import Slot, SlotEnded
-from unsloth_multigpu.federated.placement import choose_devices, slot_environment
+from unsloth_multigpu.federated.grid import Slot, SlotEnded, choose_devices, slot_environment
 
 pytestmark = pytest.mark.usefixtures("may_make_messages")
 ONE, TWO = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -72,7 +71,7 @@ def test_slot_knows_nothing_of_ranks_and_keeps_what_the_user_has_set(monkeypatch
     ],
 )
 def test_devices_are_those_that_were_asked_for_or_it_is_an_error(monkeypatch, visible, asked, chosen):
-    monkeypatch.setattr("unsloth_multigpu.federated.placement.visible_accelerators", lambda: visible)
+    monkeypatch.setattr("unsloth_multigpu.federated.grid.visible_accelerators", lambda: visible)
     try:
         found = " ".join(map(str, choose_devices(**{"num_gpus": None, **asked})))
     except SetupError as error:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.refused import refused
 from unsloth_multigpu.errors import ConfigError, LaunchError, ResumeError
-from unsloth_multigpu.launch import engine, launcher
+from unsloth_multigpu.launch import launcher, watch
 from unsloth_multigpu.launch.cause import find_cause
 from unsloth_multigpu.launch.generation_server import GenerationServer
 from unsloth_multigpu.launch.launcher import DDPLauncher
@@ -158,7 +158,7 @@ def test_signal_before_the_first_start_starts_nothing(tmp_path, monkeypatch):
 
 def test_signal_while_ranks_are_started_ends_them_all(tmp_path, monkeypatch):
     started = []
-    start = engine.start_process
+    start = watch.start_process
 
     def start_and_interrupt(*given):
         started.append(start(*given))
@@ -166,7 +166,7 @@ def test_signal_while_ranks_are_started_ends_them_all(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return started[-1]
 
-    monkeypatch.setattr(engine, "start_process", start_and_interrupt)
+    monkeypatch.setattr(watch, "start_process", start_and_interrupt)
     sleeps = [sys.executable, "-c", "import time; time.sleep(100)"]
     assert DDPLauncher(sleeps, 2, MultiGPUConfig(log_dir=str(tmp_path / "logs"))).run() == -signal.SIGINT
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 2

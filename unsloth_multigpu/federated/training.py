@@ -26,8 +26,7 @@ from unsloth_multigpu.federated import flower_strategy, rounds
 from unsloth_multigpu.federated.adapters import adapter_settings, save_adapter
 from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
 from unsloth_multigpu.federated.client import ClientModel, client_seed, make_client_app, to_metrics
-from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
-from unsloth_multigpu.federated.placement import choose_devices
+from unsloth_multigpu.federated.grid import ProcessGrid, choose_devices, task_identity
 from unsloth_multigpu.federated.server import FitOptions, ServerOptions
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.logs import Console, get_logger

@@ -17,11 +17,10 @@ from unsloth_multigpu.accelerator import allocator_variables
 from unsloth_multigpu.errors import ConfigError, LaunchError, PatchError, SetupError, VersionError
 from unsloth_multigpu.group.random_state import DRAWS, read_draws
 from unsloth_multigpu.launch.cause import INTERRUPTED, Cause, find_refusal
-from unsloth_multigpu.launch.engine import Ranks, start_ranks
 from unsloth_multigpu.launch.generation_server import GenerationServer, free_ports
 from unsloth_multigpu.launch.nodes import Meeting, socket_interfaces
 from unsloth_multigpu.launch.stop import Stop, describe_stop, how_to_resume, signals_queued
-from unsloth_multigpu.launch.watch import POLL_S, Watch
+from unsloth_multigpu.launch.watch import POLL_S, Ranks, Watch, start_ranks
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.child import read_tail

@@ -1,25 +1,29 @@
-"""Watches the ranks of one attempt. Ends ranks that hang, and the survivors of a rank that failed or left too early.
+"""The ranks of one attempt: starts, signals and collects their processes, and watches them, all in one thread.
 
-Called by one thread, the same that starts and collects the ranks.
+Ends ranks that hang, and the survivors of a rank that failed or left too early.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, find_cause, find_early_exit
-from unsloth_multigpu.launch.engine import Ranks
 from unsloth_multigpu.launch.rank import TEARDOWN_LIMIT_S
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.child import kill_rank, start_process, wait_after_kill
 from unsloth_multigpu.wire.event import Event, read_events
 from unsloth_multigpu.wire.heartbeat import Heartbeat, read_beats
+from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import read_state, send_signal, write_private
 from unsloth_multigpu.wire.stack import main_frames, place_of, read_stacks
 
@@ -32,6 +36,68 @@ _EARLY_EXIT_GRACE_S = 2.0
 _PAUSE_S = 5.0
 _STACK_LIMIT_S = 5.0
 _NUM_FRAMES = 8
+
+
+@dataclass(eq=False, repr=False)
+class Ranks:
+    """The processes of this node's ranks, each the leader of its own session. Used by one thread.
+
+    Attributes:
+        exit_codes: Exit code of each rank that has ended; -N = ended by signal N.
+    """
+
+    processes: Mapping[int, subprocess.Popen[bytes]]
+    exit_codes: dict[int, int] = field(default_factory=dict)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.send(signal.SIGKILL)
+        for rank in self.living():
+            wait_after_kill(self.processes[rank])
+
+    def living(self) -> dict[int, int]:
+        """Returns the process ids of the ranks that run, and collects the exit codes of the others."""
+        for rank, process in self.processes.items():
+            if rank not in self.exit_codes and (code := process.poll()) is not None:
+                self.exit_codes[rank] = code
+        return {rank: process.pid for rank, process in self.processes.items() if rank not in self.exit_codes}
+
+    def send(self, signal_number: signal.Signals, ranks: Collection[int] | None = None) -> None:
+        """Sends a signal to the process groups of living ranks. None = to all of them."""
+        for rank, pid in self.living().items():
+            if ranks is None or rank in ranks:
+                if signal_number == signal.SIGKILL:
+                    kill_rank(pid)
+                else:
+                    # It has ended meanwhile, or another user's program leads its group.
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(pid, signal_number)
+
+
+def start_ranks(command: Sequence[str], first: RankIdentity, environment: Mapping[str, str], log_dir: Path) -> Ranks:
+    """Starts the ranks of this node. `first` keeps the terminal; the others write to a log and have no stdin.
+
+    Raises:
+        LaunchError: The system cannot start another process.
+    """
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    with ExitStack() as stack:
+        ranks = stack.enter_context(Ranks(processes))
+        for local_rank in range(first.local_world_size):
+            rank = first.rank + local_rank
+            variables = {**environment, **replace(first, rank=rank, local_rank=local_rank).variables()}
+            log = None if local_rank == 0 else log_dir / f"rank_{rank}.log"
+            try:
+                processes[rank] = start_process(command, variables, log)
+            except OSError as error:
+                raise LaunchError(
+                    f"rank {rank} could not be started: {error}.",
+                    hint="Free memory or end processes on this machine, or start fewer ranks.",
+                ) from error
+        stack.pop_all()
+    return ranks
 
 
 def count_memory_kills() -> int:
