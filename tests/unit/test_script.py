@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from tests.helpers.refused import refused
-from unsloth_multigpu.cli.program_lookup import find_program
+from unsloth_multigpu.cli.main import find_program
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.start import relaunch_command
 

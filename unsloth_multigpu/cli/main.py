@@ -1,10 +1,15 @@
-"""The command `unsloth-multigpu`: `run`, and the commands of the tools."""
+"""The command `unsloth-multigpu`: `run`, and the commands of the tools.
+
+The program that a command runs may be a file, a module, or another command, such as `trl sft`.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import os
+import re
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from unsloth_multigpu.cli.command import HELP_ALL, Arguments, Command, usage_of
-from unsloth_multigpu.cli.program_lookup import find_program
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.option_type import Option, did_you_mean, flag
@@ -23,6 +27,15 @@ from unsloth_multigpu.wire.run import SCRIPT_MODULE
 
 # In the order of `--help`.
 _TOOLS = ("top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
+# Commands and modules that start processes and train in them.
+_LAUNCHERS = re.compile(r"accelerate(-launch)?|axolotl|deepspeed|llamafactory-cli|lmf|ray|swift|torchrun|tune")
+_LAUNCHER_MODULES = re.compile(
+    r"accelerate\.commands\.(launch|accelerate_cli)|deepspeed(\.launcher\.runner)?|torch\.distributed\.(launch|run)"
+)
+# Commands of LLaMA-Factory, and its module that trains without starting a launcher.
+_LLAMAFACTORY, _LLAMAFACTORY_MODULE = ("llamafactory-cli", "lmf"), "llamafactory.launcher"
+# Options of `trl` for the launcher that it starts.
+_OF_LAUNCHER = ("--num_processes", "--accelerate_config")
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,67 @@ def _warn_of_options_after(program: Sequence[str], command: Command) -> None:
             f"unsloth_multigpu: {after[0]} comes after {program[0]}, so the script gets it. If it is meant for "
             f"{command.name}: {where}; if not, write -- before {program[0]}.\n"
         )
+
+
+def find_program(program: Sequence[str], command: str) -> list[str]:
+    """Returns arguments for `python`: `-m module ...` or `file ...`.
+
+    A name that is not a file is looked up beside the running interpreter, then on PATH. `command` is the name of our
+    command, for messages.
+
+    Raises:
+        ConfigError: No program was given, it does not exist, or is a launcher of processes.
+    """
+    usage = f"usage: {usage_of(command)}"
+    if not program or (program[0] == "-m" and len(program) == 1):
+        what = "module" if program else "script"
+        raise ConfigError(f"{command}: no {what} was given.", hint=f"Write it after the options.\n{usage}")
+    name, *arguments = program
+    if name == "-m" and _LAUNCHER_MODULES.fullmatch(arguments[0]):
+        raise _starts_processes(arguments[0], command)
+    if name != "-m" and Path(name).is_dir():
+        raise ConfigError(f"{command}: {name!r} is a folder; expected a script.", hint="A package is run with -m.")
+    is_here = Path(name).exists()
+    if name == "-m" or (is_here and (os.sep not in name or name.endswith(".py"))):
+        return list(program)
+    places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    found = name if is_here else shutil.which(name, path=places)
+    if found is None:
+        raise ConfigError(
+            f"{command}: there is no file {name!r}.",
+            hint=f"Check the path. There is no command of this name on PATH, either.\n{usage}",
+        )
+    started = Path(found).name
+    if started in _LLAMAFACTORY and arguments[:1] == ["train"]:
+        return ["-m", _LLAMAFACTORY_MODULE, *arguments[1:]]
+    if _LAUNCHERS.fullmatch(started):
+        raise _starts_processes(started, command)
+    if started == "trl" and arguments and _has_script(arguments[0]):
+        return _script_of_trl(arguments, command)
+    return [found, *arguments]
+
+
+def _starts_processes(launcher: str, command: str) -> ConfigError:
+    return ConfigError(
+        f"{launcher} starts processes of its own, so each rank would start the whole training again.",
+        hint=f"Run the script or module that trains: unsloth-multigpu {command} train.py ...",
+    )
+
+
+def _script_of_trl(arguments: Sequence[str], command: str) -> list[str]:
+    """Returns the script of a trl command: `trl sft` itself would start `accelerate launch`."""
+    if given := [text for text in arguments if text.partition("=")[0] in _OF_LAUNCHER]:
+        raise ConfigError(
+            f"{given[0]} is an option of the launcher that trl starts, and the ranks are started here.",
+            hint=f"Leave it out; set the number of ranks before trl: {command} --num-gpus 2 trl {arguments[0]} ...",
+        )
+    return ["-m", f"trl.scripts.{arguments[0]}", *arguments[1:]]
+
+
+def _has_script(name: str) -> bool:
+    spec = importlib.util.find_spec("trl")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    return any((Path(folder) / "scripts" / f"{name}.py").is_file() for folder in folders)
 
 
 if __name__ == "__main__":

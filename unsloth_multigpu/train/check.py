@@ -12,17 +12,20 @@ from torch import nn
 
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shards import is_sharded, whole_of
+from unsloth_multigpu.group.shards import has_shards, is_sharded, part_of, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.train.lead import Lead, Moment
+from unsloth_multigpu.words import listed
 
 logger = get_logger(__name__)
 
 # A run that leaves out more steps than this is no longer training.
 MAX_SKIPPED_IN_A_ROW = 10
 _EVALUATED = "a batch of the evaluation"
+# Losses or gradients that are named.
+_MAX_NAMED = 3
 
 
 class StepCheck(Part):
@@ -54,11 +57,7 @@ class StepCheck(Part):
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            from unsloth_multigpu.train.failed_step import explain_memory
-
-            place = self._place or f"step {self._step}, outside forward and backward passes"
-            is_evaluation = self._place.startswith(_EVALUATED)
-            explain_memory(error, self._trainer, self._manager, place, is_evaluation=is_evaluation)
+            self._explain_memory(error)
             raise
 
     def overrides(self) -> dict[str, Override]:
@@ -162,9 +161,7 @@ class StepCheck(Part):
         norm = float(gradient_norm)
         if math.isfinite(norm):
             return
-        from unsloth_multigpu.train.failed_step import not_finite
-
-        fact = not_finite(self._trainer, self._manager, self._losses, norm, is_shared=self._is_shared)
+        fact = self._not_finite(norm)
         if self._manager.config.on_nan == "raise":
             raise NonFiniteGradientError(
                 f"{fact}.", hint="Look at these samples and the learning rate; on_nan='skip' leaves such steps out."
@@ -184,6 +181,50 @@ class StepCheck(Part):
         if self._manager.identity.rank == 0:
             logger.warning("%s: left out on all ranks (%d so far)", fact, self._num_skipped)
 
+    def _not_finite(self, norm: float) -> str:
+        """Describes, in one line, the present step, whose gradient norm is not finite. Collective if it is shared."""
+        trainer, rank = self._trainer, self._manager.identity.rank
+        values = [float(loss) for loss in self._losses]
+        mine = [(i, str(value)) for i, value in enumerate(values) if not math.isfinite(value)]
+        ranks = dict(enumerate(self._manager.gather_json(mine))) if self._is_shared else {rank: mine}
+        fact = f"step {trainer.state.global_step + 1}: gradient norm is {norm}"
+        found = [f"loss of rank {r}, micro-batch {i}, was {value}" for r, its in ranks.items() for i, value in its]
+        if found:
+            return f"{fact}; {listed(found, _MAX_NAMED, '; ')}"
+        fact += "; all losses were finite" if len(ranks) > 1 else f"; the losses of rank {rank} were finite"
+        # Of a gradient that is divided among the ranks, this rank's part.
+        gradients = [(name, part_of(p.grad)) for name, p in trainer.model.named_parameters() if p.grad is not None]
+        names = [name for name, gradient in gradients if not _values_of(gradient).isfinite().all()]
+        if names:
+            return f"{fact}, not so the gradient of {listed(names, _MAX_NAMED)}"
+        return fact if has_shards(trainer.model) else f"{fact}, and its sum of squares overflows"
+
+    def _explain_memory(self, error: BaseException) -> None:
+        """Adds to an error for lack of memory where that was, what memory holds, and what to set. Leaves others."""
+        from unsloth_multigpu.step.out_of_memory import advice, explain, filled, is_out_of_memory
+
+        if not is_out_of_memory(error):
+            return
+        args, model, manager = self._trainer.args, self._trainer.model, self._manager
+        place = self._place or f"step {self._step}, outside forward and backward passes"
+        parameters = list(model.parameters())
+        states = getattr(self._trainer.optimizer, "state", {}).values()
+        held = filled(
+            args.device,
+            weights=parameters,
+            gradients=[p.grad for p in parameters if p.grad is not None],
+            optimizer=[v for state in states for v in state.values() if isinstance(v, torch.Tensor)],
+        )
+        shards = has_shards(model) if manager.identity.world_size > 1 else None
+        is_evaluation, offloads = self._place.startswith(_EVALUATED), manager.config.shard_offload
+        explain(
+            error,
+            rank=manager.identity.rank,
+            device=args.device,
+            place=f"{place} ({held})" if held else place,
+            hint=advice(args, is_evaluation=is_evaluation, shards=shards, offloads=offloads),
+        )
+
 
 def _size_of(inputs: Any) -> str:
     """Describes the largest two-dimensional tensor of a micro-batch: "8 rows x 512 tokens"; "" if there is none."""
@@ -197,12 +238,12 @@ def _size_of(inputs: Any) -> str:
 
 def total_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
     """Returns the norm of all gradients together, on their device. Collective if they are sharded."""
-    gradients = [values_of(p.grad) for p in parameters if p.grad is not None]
+    gradients = [_values_of(p.grad) for p in parameters if p.grad is not None]
     kinds = ([g for g in gradients if not is_sharded(g)], [g for g in gradients if is_sharded(g)])
     norms = [whole_of(nn.utils.get_total_norm(same, norm_type)) for same in kinds if same]
     return nn.utils.get_total_norm(norms, norm_type)
 
 
-def values_of(gradient: torch.Tensor) -> torch.Tensor:
+def _values_of(gradient: torch.Tensor) -> torch.Tensor:
     """Returns the values of a gradient, which may be sparse."""
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
