@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.outcome import facts_of
 from tests.helpers.run import BARE, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "figures.py"
@@ -29,7 +30,7 @@ def runs(tmp_path_factory):
     for name, num_ranks, options in (("one", 1, {"resume": "auto"}), ("two", 2, {})):
         jobs = [job for job in JOBS if num_ranks > 1 or job["name"] not in ("slow", "saved")]
         run = run_well([SCRIPT, num_ranks, path / name, json.dumps(options), json.dumps(jobs)], path, BARE)
-        found[name] = [json.loads((path / name / f"facts_{rank}.json").read_text()) for rank in range(num_ranks)]
+        found[name] = facts_of(path / name / "facts", num_ranks)
         found[f"{name} said"] = run.err
     return found
 

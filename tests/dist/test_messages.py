@@ -3,13 +3,13 @@
 Ranks whose weights differ are stopped at the next check.
 """
 
-import json
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.outcome import facts_of
 from tests.helpers.run import BARE, PLAIN, finish, free_port, run_python, start
 
 NUM_STEPS = 6
@@ -28,8 +28,7 @@ def trainings(tmp_path_factory):
 
 def seen(folder, name):
     """Both ranks' facts and weights."""
-    facts = [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(2)]
-    return facts, [torch.load(folder / f"{name}_{rank}.pt", weights_only=True) for rank in range(2)]
+    return facts_of(folder / name), [torch.load(folder / f"{name}_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def test_loss_that_is_no_number_ends_all_ranks_with_the_weights_of_the_step_before(trainings):

@@ -13,7 +13,7 @@ from unsloth_multigpu.wire.child import find_marked
 from unsloth_multigpu.wire.event import REPEAT_S
 
 SCRIPT = Path(__file__).parent / "scripts" / "preempt.py"
-TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}
+TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2"}
 GRACE_S = 60.0  # Of the script.
 
 
@@ -24,6 +24,14 @@ def steps(folder):
 def wait_for(folder, name, process):
     wait_until(lambda: (folder / name).exists() or process.poll() is not None, 120.0, name)
     assert process.poll() is None, finish(process).err
+
+
+def run_stopped(folder, place, number, *arguments, **variables):
+    """What is left when a signal has come at a place of the script."""
+    process = start(arguments, folder, {**BARE, "MARK": str(folder), **variables})
+    wait_for(folder, place, process)
+    process.send_signal(number)
+    return finish(process)
 
 
 def saved_step(folder):
@@ -37,10 +45,7 @@ def saved_step(folder):
 
 def test_sigterm_in_an_evaluation_saves_the_step_before_it_and_starts_nothing_again(tmp_path):
     options = ["--evaluate", "--resume", "auto", "--max-restarts", "1"]
-    process = start([SCRIPT, *options], tmp_path, {**TWO_RANKS, "MARK": str(tmp_path)})
-    wait_for(tmp_path, "evaluating", process)
-    process.send_signal(signal.SIGTERM)
-    run = finish(process)
+    run = run_stopped(tmp_path, "evaluating", signal.SIGTERM, SCRIPT, *options, **TWO_RANKS)
     assert run.code == -signal.SIGTERM, run.err
     assert run.seconds < GRACE_S
     assert steps(tmp_path) == {saved_step(tmp_path)} == {2}
@@ -59,10 +64,7 @@ def test_sigterm_in_an_evaluation_saves_the_step_before_it_and_starts_nothing_ag
 @pytest.mark.thorough
 def test_ctrl_c_reaches_the_script_as_keyboard_interrupt_at_a_meeting_of_the_ranks(tmp_path):
     options = ["--strategy", "local_sgd:every_steps=4", "--save", "steps", "--catch"]
-    process = start([SCRIPT, *options], tmp_path, TWO_RANKS)
-    wait_for(tmp_path, "step_1", process)
-    process.send_signal(signal.SIGINT)
-    run = finish(process)
+    run = run_stopped(tmp_path, "step_1", signal.SIGINT, SCRIPT, *options, **TWO_RANKS)
     assert run.code == 0, run.err
     assert {(tmp_path / f"interrupted_{rank}").read_text() for rank in range(2)} == {str(saved_step(tmp_path))}
     assert saved_step(tmp_path) % 4 == 0
@@ -73,10 +75,7 @@ def test_ctrl_c_reaches_the_script_as_keyboard_interrupt_at_a_meeting_of_the_ran
 
 def test_ranks_of_torchrun_agree_by_their_store(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    process = start([*torchrun, SCRIPT, "--save", "steps"], tmp_path, {**BARE, "MARK": str(tmp_path)})
-    wait_for(tmp_path, "step_1", process)
-    process.send_signal(signal.SIGTERM)
-    run = finish(process)
+    run = run_stopped(tmp_path, "step_1", signal.SIGTERM, *torchrun, SCRIPT, "--save", "steps")
     assert run.code != 0
     assert steps(tmp_path) == {saved_step(tmp_path)}
     assert f"stopped by SIGTERM after step {saved_step(tmp_path)}, checkpoint={tmp_path}" in run.err

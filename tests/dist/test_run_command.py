@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.outcome import each, facts_of
 from tests.helpers.run import BARE, run_python, run_well
 
 RUN = ["-m", "unsloth_multigpu.cli.main", "run"]
@@ -60,10 +60,6 @@ if __name__ == "__main__":
 """
 
 
-def facts_of(folder: Path, rank: int) -> dict:
-    return json.loads((folder / f"facts_{rank}.json").read_text())
-
-
 @pytest.fixture
 def program(tmp_path):
     """A folder with the program as script, in a sub-folder, as a module and behind a link."""
@@ -77,28 +73,29 @@ def program(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "form"),
-    [
-        pytest.param(1, ["sub/train.py"], marks=pytest.mark.thorough),
-        (2, ["sub/train.py"]),
-        pytest.param(2, ["link.py"], marks=pytest.mark.thorough),
-        pytest.param(2, ["-m", "pkg.train"], marks=pytest.mark.thorough),
-    ],
-    ids=["one_rank", "script", "link", "module"],
-)
-def test_program_sees_what_plain_python_shows(program, num_ranks, form):
+# name -> ranks, and the command
+FORMS = {
+    "one_rank": (1, ["sub/train.py"]),
+    "script": (2, ["sub/train.py"]),
+    "link": (2, ["link.py"]),
+    "module": (2, ["-m", "pkg.train"]),
+}
+
+
+@pytest.mark.parametrize("name", each(FORMS, ["one_rank", "link", "module"]))
+def test_program_sees_what_plain_python_shows(program, name):
+    num_ranks, form = FORMS[name]
     plain, ours = program / "plain", program / "ours"
     plain.mkdir()
     ours.mkdir()
     assert run_python([*form, plain, *ARGUMENTS], program).code == 0
     run_well([*RUN, "--num-gpus", str(num_ranks), "--device", "cpu", *form, ours, *ARGUMENTS], program)
-    expected = facts_of(plain, 0)
+    (expected,) = facts_of(plain / "facts", 1)
     assert expected["argv"][2:] == ARGUMENTS
     assert expected["spawned"] == [101]
     assert expected["late_pickle"] is True
     expected["argv"][1] = str(ours)
-    assert [facts_of(ours, rank) for rank in range(num_ranks)] == [expected] * num_ranks
+    assert facts_of(ours / "facts", num_ranks) == [expected] * num_ranks
 
 
 def test_script_is_steered_by_files_variables_and_flags_and_may_have_the_line(tmp_path):
@@ -122,7 +119,7 @@ def test_script_is_steered_by_files_variables_and_flags_and_may_have_the_line(tm
     command = [*RUN, "--config", "multigpu.yaml", "--grace-s", "9", "train.py"]
     run_well(command, folder, {**BARE, "UNSLOTH_MULTIGPU_TIMEOUT_S": "70"})
     # The file over the table, the variable over the file, the flag over both, and the table where nothing else is.
-    assert [facts_of(folder, rank) for rank in range(2)] == [[2, 2, 70.0, 9.0, 4]] * 2
+    assert facts_of(folder / "facts") == [[2, 2, 70.0, 9.0, 4]] * 2
     assert not (folder / "facts_2.json").exists()
     assert (folder / "records" / "rank_1.log").exists()
 

@@ -3,11 +3,11 @@
 What callbacks decide on one rank, or on ranks at different steps, counts on all of them, or it is said.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.outcome import facts_of
 from tests.helpers.run import BARE, finish, run_well, start
 from unsloth_multigpu.errors import DivergenceError
 
@@ -15,28 +15,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "ways.py"
 TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}
 OVERRULED = "[rank 1] a callback of rank 1 has set control.should_save, and none of rank 0 did"
 
-UPLOADS = """
-import os, time
-import unsloth_multigpu as ump; ump.enable_multi_gpu(num_gpus=2, timeout_s=20)
-import torch
-from transformers import Trainer, TrainingArguments
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-    def forward(self, x, labels):
-        return {"loss": (self.layer(x) - labels).square().mean()}
-class Uploads(Trainer):
-    def _finish_current_push(self):
-        time.sleep(30 if os.environ["RANK"] == "0" else 0)
-rows = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 16
-Uploads(Model(), TrainingArguments("out", report_to=[], max_steps=1, save_strategy="no"), train_dataset=rows).train()
-open(f"after_{os.environ['RANK']}", "w").close()
-"""
-
 
 def found(folder, rank=0):
-    return json.loads((folder / f"found_{rank}.json").read_text())
+    return facts_of(folder / "found")[rank]
 
 
 def events(of):
@@ -57,7 +38,7 @@ def trained(tmp_path_factory):
 
 def test_rank_0s_control_counts_on_all_ranks_and_is_that_of_one_process(trained):
     one, two, _ = trained
-    alone = found(one)
+    (alone,) = facts_of(one / "found", 1)
     for rank in range(2):
         ours = found(two, rank)
         assert {name: ours[name] for name in events(ours)} == {name: alone[name] for name in events(ours)}
@@ -91,7 +72,7 @@ def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(trained):
     (line,) = [line for line in err.splitlines() if "train() was ended" in line]
     assert line.startswith("unsloth_multigpu: train() was ended after step 1: DivergenceError: ")
     assert line.endswith("; the script continued without it (exit code 77)")
-    ours, wanted = found(two), found(one)
+    ours, (wanted,) = found(two), facts_of(one / "found", 1)
     assert ours == found(two, 1)
     for name in ("plain", "closure"):
         assert ours[name] == wanted[name]
@@ -131,7 +112,6 @@ def test_ranks_that_step_by_themselves_act_on_rank_0s_decision_when_they_synchro
 
 @pytest.mark.thorough
 def test_ranks_wait_for_rank_0s_upload_longer_than_for_a_collective(tmp_path):
-    (tmp_path / "train.py").write_text(UPLOADS)
     # Nor does the watchdog take the others for hung.
-    run_well(["train.py"], tmp_path, {**BARE, "UNSLOTH_MULTIGPU_HANG_TIMEOUT_S": "5"})
-    assert all((tmp_path / f"after_{rank}").exists() for rank in range(2))
+    run_well([SCRIPT, "uploads"], tmp_path, TWO_RANKS)
+    assert [facts["uploads"]["steps"] for facts in facts_of(tmp_path / "found")] == [1, 1]

@@ -12,6 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 
+def facts_of(path: Path, num_ranks: int = 2) -> list[Any]:
+    """Of each rank, as `write_facts` of tests/dist/scripts/common.py wrote them."""
+    return [json.loads(Path(f"{path}_{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
 def outcome(out: Path, job: str, rank: int = 0) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Facts and weights of one rank, as `write_outcome` of tests/dist/scripts/common.py wrote them."""
     path = out / f"{job.replace(':', '_')}_{rank}"
@@ -27,6 +32,20 @@ def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tenso
     """Euclidean, between all weights of two models, relative to the norm of the first one's."""
     difference = sum(float(((first[n].double() - second[n].double()) ** 2).sum()) for n in first) ** 0.5
     return difference / sum(float((first[n].double() ** 2).sum()) for n in first) ** 0.5
+
+
+def assert_near(found: Any, expected: Any, rel: float = 1e-5, most: float = 1e-6) -> None:
+    """Equal in form and texts, and in numbers to a relative bound or to an absolute one."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert_near(found[name], expected[name], rel, most)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for pair in zip(found, expected, strict=True):
+            assert_near(*pair, rel, most)
+    else:
+        assert found == (pytest.approx(expected, rel=rel, abs=most) if isinstance(expected, float) else expected)
 
 
 def assert_trained_as_one(

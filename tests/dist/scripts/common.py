@@ -3,13 +3,19 @@
 import json
 import logging
 import os
+import sys
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.step.proof import StepProof
 
+# As tests.helpers.
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+RANK = int(os.environ.get("RANK", "0"))
 # Nothing is written or shown but the log of each step.
 QUIET = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
 # Each gradient shows in the weights as it is.
@@ -56,6 +62,34 @@ class Said(logging.Handler):
     def emit(self, record):
         self.records.append((record.levelname, record.getMessage()))
 
+    def train(self, trainer):
+        """Returns the error that ends the training, if there is one."""
+        logging.getLogger("unsloth_multigpu").addHandler(self)
+        try:
+            trainer.train()
+        except MultiGPUError as error:
+            return error
+        finally:
+            logging.getLogger("unsloth_multigpu").removeHandler(self)
+        return None
+
+
+class Calls(TrainerCallback):
+    """Calls functions: event -> what gets (args, state, control, **kwargs) and returns nothing."""
+
+    def __init__(self, **functions):
+        vars(self).update(functions)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows that do not say how many they are."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
 
 class Record:
     """Notes what `rows_of` finds in the inputs of each forward pass that trains, by its step. Comparisons are none."""
@@ -68,6 +102,22 @@ class Record:
         if module.training and not Comparing.is_on:
             inputs = {"input_ids": positional[0], **named} if positional else named
             self.steps.setdefault(self.trainer.state.global_step, []).extend(self.rows_of(inputs))
+
+
+def rows_in(inputs):
+    """The tokens of each row that has a label, without padding. A filler has none."""
+    ids, mask, labels = (inputs.get(name) for name in ("input_ids", "attention_mask", "labels"))
+    if ids is None:
+        return []
+    if "position_ids" in inputs and len(ids) == 1:
+        # Texts end to end: each begins at position 0.
+        if labels is not None and bool((labels == -100).all()):
+            return []
+        begins = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
+        return ids[0].tensor_split(begins[1:])
+    rows = ids if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
+    has_labels = labels is not None and labels.dim() > 1
+    return [row for i, row in enumerate(rows) if not (has_labels and bool((labels[i] == -100).all()))]
 
 
 class MeanLoss(Trainer):
@@ -124,10 +174,10 @@ def points(count):
 class Line(torch.nn.Module):
     """The smallest model that learns from `points`, always with the same weights."""
 
-    def __init__(self):
+    def __init__(self, num_inputs=2, num_outputs=1):
         super().__init__()
         torch.manual_seed(0)
-        self.layer = torch.nn.Linear(2, 1)
+        self.layer = torch.nn.Linear(num_inputs, num_outputs)
 
     def forward(self, x, labels):
         found = self.layer(x)
@@ -160,9 +210,14 @@ def logged(trainer, *names):
     return {name: [line[name] for line in steps] for name in names}
 
 
+def write_facts(path, facts, **options):
+    """In a file of this rank, which `facts_of` of tests.helpers.outcome reads."""
+    Path(f"{path}_{RANK}.json").write_text(json.dumps(facts, **options))
+
+
 def write_outcome(out, job, facts, tensors):
     """One file of facts and one of tensors, pairs with their names, which `outcome` of tests.helpers.outcome reads."""
-    path = out / f"{job.replace(':', '_')}_{os.environ.get('RANK', '0')}"
-    path.with_suffix(".json").write_text(json.dumps(facts))
+    path = out / job.replace(":", "_")
+    write_facts(path, facts)
     kept = {name: tensor.detach().contiguous().clone() for name, tensor in tensors}
-    save_file(kept, path.with_suffix(".safetensors"))
+    save_file(kept, f"{path}_{RANK}.safetensors")

@@ -17,58 +17,36 @@ out = Path(sys.argv[2])
 ump.enable_multi_gpu(num_gpus=int(sys.argv[1]), check_first_step="off", **json.loads(sys.argv[3]))
 
 import torch
-from common import arguments
+from common import RANK, Calls, Line, arguments, points, write_facts
 from tiny_llama import RaggedRows, collate, collate_end_to_end, tiny_llama
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from unsloth_multigpu.wire.heartbeat import read_beats
-
-RANK = int(os.environ.get("RANK", "0"))
-
-
-class Images(torch.nn.Module):
-    """A model without tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-
-    def forward(self, pixel_values, labels):
-        logits = self.layer(pixel_values)
-        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Slow(TrainerCallback):
-    """Holds rank 1 up before each step, and looks at the pages at the end."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-        self.pages = None
-
-    def on_step_begin(self, *_, **__):
-        if RANK == 1:
-            time.sleep(self.seconds)
-
-    def on_train_end(self, *_, **__):
-        folder = os.environ.get("UNSLOTH_MULTIGPU_RUN_DIR")
-        if folder and RANK == 0:
-            self.pages = {rank: dataclasses.asdict(beat) for rank, beat in read_beats(folder).items()}
 
 
 def train(job):
     torch.manual_seed(0)
-    callback = Slow(job.get("slow", 0.0))
+    pages = None
+
+    def hold_up(*_, **__):
+        time.sleep(job.get("slow", 0.0) if RANK == 1 else 0)
+
+    def look_at_pages(*_, **__):
+        nonlocal pages
+        folder = os.environ.get("UNSLOTH_MULTIGPU_RUN_DIR")
+        if folder and RANK == 0:
+            pages = {rank: dataclasses.asdict(beat) for rank, beat in read_beats(folder).items()}
+
     data = {"train_dataset": RaggedRows(job.get("rows", 24)), "data_collator": collate}
     if job.get("kind") == "images":
-        torch.manual_seed(0)
-        data = {"train_dataset": [{"pixel_values": torch.randn(4), "labels": i % 2} for i in range(24)]}
+        data = {"train_dataset": points(24)}  # Without tokens.
     elif job.get("kind") == "end to end":
         data["data_collator"] = collate_end_to_end
     trainer = Trainer(
-        model=Images() if job.get("kind") == "images" else tiny_llama(),
+        model=Line() if job.get("kind") == "images" else tiny_llama(),
         args=arguments(out / job["name"], 4, 2, **{"num_train_epochs": 1, **job.get("arguments", {})}),
         **data,
-        callbacks=[callback],
+        callbacks=[Calls(on_step_begin=hold_up, on_train_end=look_at_pages)],
     )
     begin = time.monotonic()
     result = trainer.train(**job.get("train", {}))
@@ -77,7 +55,7 @@ def train(job):
         "seconds": time.monotonic() - begin,
         "runtime": result.metrics["train_runtime"],
         "log": trainer.state.log_history,
-        "pages": callback.pages,
+        "pages": pages,
         "report": None if report is None else dataclasses.asdict(report),
         "summary": None if report is None else report.summary(),
         "numbers": None if report is None else [report.rates[name] for name in ("tokens_per_s", "waiting", "padding")],
@@ -86,4 +64,4 @@ def train(job):
 
 facts = {job["name"]: train(job) for job in json.loads(sys.argv[4])}
 out.mkdir(parents=True, exist_ok=True)
-(out / f"facts_{RANK}.json").write_text(json.dumps(facts))
+write_facts(out / "facts", facts)

@@ -4,7 +4,6 @@ Usage: messages.py JOB ...
 """
 
 import contextlib
-import json
 import math
 import os
 import resource
@@ -17,13 +16,13 @@ ump.enable_multi_gpu(num_gpus=2)
 
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-from common import arguments, logged
+from common import RANK, InOrder, Stream, arguments, logged, write_facts
 from tiny_llama import collate, tiny_llama
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from unsloth_multigpu.group import facts
 
-rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+num_ranks = int(os.environ["WORLD_SIZE"])
 NUM_TOKENS, NUM_STEPS = 8, 6
 LONG_TOKENS, LARGE_VOCABULARY = 2048, 4096
 
@@ -32,21 +31,13 @@ def row(index, num_tokens=NUM_TOKENS):
     return {"input_ids": [1 + (index * 7 + i * i) % 63 for i in range(num_tokens)]}
 
 
-class Stream(torch.utils.data.IterableDataset):
-    """Rows by their numbers."""
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-    def __iter__(self):
-        return map(row, self.numbers)
+def rows_of(numbers):
+    return Stream([row(i) for i in numbers])
 
 
-class InOrder(Trainer):
+class OwnShare(InOrder):
     def _get_train_sampler(self, *args):
-        if self.args.run_name == "part":
-            return torch.utils.data.DistributedSampler(self.train_dataset)
-        return torch.utils.data.SequentialSampler(self.train_dataset)
+        return torch.utils.data.DistributedSampler(self.train_dataset)
 
 
 class Plant(TrainerCallback):
@@ -75,11 +66,11 @@ class Plant(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         # DDP has wrapped and sent rank 0's weights by now.
         for name, parameter in self.model.named_parameters():
-            if self.spoil == "start" and rank in self.ranks and "self_attn" in name:
+            if self.spoil == "start" and RANK in self.ranks and "self_attn" in name:
                 parameter.data.add_(0.01)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.is_on = rank in self.ranks and state.global_step + 1 in self.steps
+        self.is_on = RANK in self.ranks and state.global_step + 1 in self.steps
         if self.is_on and self.spoil == "memory":
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + 32 * 2**20
@@ -99,7 +90,7 @@ def weights(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=False, hook=None, **options):
+def train(name, *, kind=InOrder, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=False, hook=None, **options):
     if not goes_on:
         ump.disable_multi_gpu()
         ump.enable_multi_gpu(num_gpus=2, **options)
@@ -107,17 +98,10 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=Fals
     vocab_size = LARGE_VOCABULARY if spoil == "memory" else 64
     model = tiny_llama(vocab_size=vocab_size, hidden_size=16, num_layers=1)
     plant = Plant(model, spoil, steps, ranks)
-    trainer = InOrder(
+    given = {"num_train_epochs": 1, "optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.1}
+    trainer = kind(
         model=model,
-        args=arguments(
-            f"checkpoints_{name}",
-            4,
-            run_name=name,
-            num_train_epochs=1,
-            optim="sgd",
-            lr_scheduler_type="constant",
-            **{"learning_rate": 0.1, **(args or {})},
-        ),
+        args=arguments(f"checkpoints_{name}", 4, **{**given, **(args or {})}),
         train_dataset=rows,
         data_collator=collate,
         callbacks=[plant],
@@ -138,8 +122,8 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=Fals
         "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", None),
         "bucket_view": getattr(trainer.model_wrapped, "gradient_as_bucket_view", None),
     }
-    Path(f"{name}_{rank}.json").write_text(json.dumps(seen))
-    torch.save({"steps": plant.sums, "now": weights(model)}, f"{name}_{rank}.pt")
+    write_facts(name, seen)
+    torch.save({"steps": plant.sums, "now": weights(model)}, f"{name}_{RANK}.pt")
 
 
 def train_on_behind_an_error():
@@ -151,7 +135,7 @@ def train_on_behind_an_error():
 
 def train_with_another_peft():
     original = facts.installed_version
-    facts.installed_version = lambda name: "9.9" if rank == 1 and name == "peft" else original(name)
+    facts.installed_version = lambda name: "9.9" if RANK == 1 and name == "peft" else original(name)
     train("version", rows=ROWS)
     facts.installed_version = original
 
@@ -167,13 +151,13 @@ JOBS = {
     "without": lambda: train("without", rows=ROWS[:8] + ROWS[12:]),
     "gradient": lambda: train("gradient", rows=ROWS, spoil="gradient", steps=[2], strategy="allreduce"),
     "version": train_with_another_peft,
-    "same_stream": lambda: train("same_stream", rows=Stream(range(NUM_STEPS * 4)), args={"max_steps": 8}),
+    "same_stream": lambda: train("same_stream", rows=rows_of(range(NUM_STEPS * 4)), args={"max_steps": 8}),
     "alone": lambda: train("alone", rows=ROWS, spoil="loss", steps=[2], ranks=(0, 1), strategy="local_sgd"),
-    "divided": lambda: train("divided", rows=Stream(range(rank, 50 * num_ranks, num_ranks)), args=SOME),
-    "drifting": lambda: train("drifting", rows=Stream([*range(10), *range(40 + rank, 80)]), args=SOME, verify_every=2),
+    "divided": lambda: train("divided", rows=rows_of(range(RANK, 50 * num_ranks, num_ranks)), args=SOME),
+    "drifting": lambda: train("drifting", rows=rows_of([*range(10), *range(40 + RANK, 80)]), args=SOME, verify_every=2),
     "clamped": lambda: train("clamped", rows=ROWS, spoil="clamp"),
     "clamped_refused": lambda: train("clamped_refused", rows=ROWS, spoil="clamp", inexact="raise"),
-    "part": lambda: train("part", rows=ROWS),
+    "part": lambda: train("part", kind=OwnShare, rows=ROWS),
     "start": lambda: train("start", rows=ROWS, spoil="start", verify_every=2),
     "scale": lambda: train("scale", rows=ROWS, spoil="scale", steps=range(3, 9), verify_every=2),
     "flip": lambda: train("flip", rows=ROWS, spoil="flip", steps=[3], args={**SAVES, "max_steps": 5}, verify_every=2),
@@ -182,7 +166,7 @@ JOBS = {
     "fp16_hook": lambda: train("fp16_hook", **EXACT, hook="FP16"),
     "caught": train_on_behind_an_error,
     # In these rank 1 alone raises, and the supervisor ends the run.
-    "stream": lambda: train("stream", rows=Stream(range(NUM_STEPS * 4 - 4 * rank)), args={"max_steps": 20}),
+    "stream": lambda: train("stream", rows=rows_of(range(NUM_STEPS * 4 - 4 * RANK)), args={"max_steps": 20}),
     "memory": lambda: train("memory", rows=LONG_ROWS, spoil="memory", steps=[2]),
 }
 for job in sys.argv[1:]:

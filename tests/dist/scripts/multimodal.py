@@ -12,8 +12,6 @@ num_ranks, folder, out, jobs = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]),
 if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))
-
 import numpy
 import torch
 import transformers
@@ -46,12 +44,18 @@ def settings(config_class, batch, accumulation, **more):
     return arguments(out / "checkpoints", batch, accumulation, config_class, max_grad_norm=1e9, **usual, **more)
 
 
-def model_of(name, config):
+def trainer_of(name, config, shape, rows, collate, processing, cls=Seq2SeqTrainer, args=Seq2SeqTrainingArguments):
     torch.manual_seed(0)
-    return getattr(transformers, name)(config).float()
+    return cls(
+        model=getattr(transformers, name)(config).float(),
+        args=settings(args, *shape),
+        train_dataset=rows,
+        data_collator=collate,
+        processing_class=processing,
+    )
 
 
-def llava(batch, accumulation):
+def llava(*shape):
     """TRL's own collator for images, with a processor."""
     model, processor = tiny_llava(tokenizer)
     rows = [
@@ -64,13 +68,13 @@ def llava(batch, accumulation):
     ]
     return SFTTrainer(
         model=model,
-        args=settings(SFTConfig, batch, accumulation, max_length=None),
+        args=settings(SFTConfig, *shape, max_length=None),
         train_dataset=Dataset.from_list(rows),
         processing_class=processor,
     )
 
 
-def qwen2_vl(batch, accumulation, every=1):
+def qwen2_vl(*shape, every=1):
     """Its patches of all pictures lie end to end: a row has as many as its picture is large."""
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
     text = {"vocab_size": len(tokenizer), "num_key_value_heads": 1, "max_position_embeddings": 256, **SIZES}
@@ -93,28 +97,31 @@ def qwen2_vl(batch, accumulation, every=1):
         return {**batch, **found, "mm_token_type_ids": kinds, "labels": labels}
 
     pictures = [picture(8 + 8 * (i % 3), 8 + 8 * (i % 2)) if i % every == 0 else None for i in range(NUM_ROWS)]
-    return Trainer(
-        model=model_of("Qwen2VLForConditionalGeneration", config),
-        args=settings(transformers.TrainingArguments, batch, accumulation),
-        train_dataset=[{"image": image, "text": text} for image, text in zip(pictures, texts, strict=True)],
-        data_collator=collate,
-        processing_class=images,
-    )
+    rows = [{"image": image, "text": text} for image, text in zip(pictures, texts, strict=True)]
+    plain = {"cls": Trainer, "args": transformers.TrainingArguments}
+    return trainer_of("Qwen2VLForConditionalGeneration", config, shape, rows, collate, images, **plain)
 
 
-def mixed(batch, accumulation):
+def mixed(*shape):
     """Few rows have a picture: some ranks leave the vision tower out of a step."""
-    return qwen2_vl(batch, accumulation, every=6)
+    return qwen2_vl(*shape, every=6)
 
 
-def whisper(batch, accumulation):
+# Of an encoder and a decoder for sound.
+BOTH = {
+    "num_mel_bins": 8,
+    **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
+}
+
+
+def whisper(*shape):
     """As Hugging Face's course trains it: features of one length, texts that the collator pads."""
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     ids = {n: tokenizer.convert_tokens_to_ids(t) for n, t in tokenizer.special_tokens_map.items() if isinstance(t, str)}
     config = transformers.WhisperConfig(
         vocab_size=len(tokenizer),
-        num_mel_bins=8,
+        d_model=16,
         max_source_positions=50,
         max_target_positions=64,
         pad_token_id=ids["pad_token"],
@@ -123,8 +130,7 @@ def whisper(batch, accumulation):
         decoder_start_token_id=ids["bos_token"],
         suppress_tokens=None,
         begin_suppress_tokens=None,
-        **sizes,
-        **heads,
+        **BOTH,
     )
     features = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1, n_fft=64)
     rows = []
@@ -139,33 +145,21 @@ def whisper(batch, accumulation):
         batch["labels"] = labels["input_ids"].masked_fill(labels["attention_mask"] == 0, -100)
         return batch
 
-    return Seq2SeqTrainer(
-        model=model_of("WhisperForConditionalGeneration", config),
-        args=settings(Seq2SeqTrainingArguments, batch, accumulation),
-        train_dataset=rows,
-        data_collator=collate,
-        processing_class=features,
-    )
+    return trainer_of("WhisperForConditionalGeneration", config, shape, rows, collate, features)
 
 
-def speech(batch, accumulation):
+def speech(*shape):
     """Text to speech: its labels are frames, its loss is a mean over them, and batch norm reads the micro-batch."""
     config = transformers.SpeechT5Config(
         vocab_size=len(tokenizer),
         hidden_size=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        num_mel_bins=8,
         speech_decoder_prenet_units=16,
         speech_decoder_postnet_units=8,
         speaker_embedding_dim=4,
         reduction_factor=2,
         num_conv_pos_embeddings=4,
         num_conv_pos_embedding_groups=2,
+        **BOTH,
         **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), 0.0),
         **{f"speech_decoder_{where}net_dropout": 0.0 for where in ("pre", "post")},
         **{f"{what}_dropout": 0.0 for what in ("hidden", "attention", "activation", "positional")},
@@ -186,13 +180,7 @@ def speech(batch, accumulation):
         }
         for i, text in enumerate(texts)
     ]
-    return Seq2SeqTrainer(
-        model=model_of("SpeechT5ForTextToSpeech", config),
-        args=settings(Seq2SeqTrainingArguments, batch, accumulation),
-        train_dataset=rows,
-        data_collator=collate,
-        processing_class=tokenizer,
-    )
+    return trainer_of("SpeechT5ForTextToSpeech", config, shape, rows, collate, tokenizer)
 
 
 def row_sums(inputs):

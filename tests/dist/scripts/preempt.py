@@ -21,40 +21,19 @@ args = parser.parse_args()
 ump.enable_multi_gpu(resume=args.resume, grace_s=60.0, max_restarts=args.max_restarts, strategy=args.strategy)
 
 import torch
-from common import arguments
-from tiny_llama import tiny_llama
-from transformers import Trainer, TrainerCallback
-
-rank = os.environ["RANK"]
+from common import RANK, Calls, arguments
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import Trainer
 
 
-class Places(TrainerCallback):
+def after_step(args, state, *_, **__):
     """Says where the training is. Ranks that are far apart must agree as well: rank 1 is slow."""
-
-    def on_step_end(self, training_args, state, control, **kwargs):
-        Path(f"step_{rank}").write_text(str(state.global_step))
-        if rank == "1":
-            time.sleep(0.02)
-        if state.global_step == 1 and "UNSLOTH_MULTIGPU_RUN_DIR" in os.environ:
-            # As srun sends it to every process; what it means is the supervisor's to say.
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    def on_prediction_step(self, training_args, state, control, **kwargs):
-        Path("evaluating").touch()
-
-    def on_evaluate(self, training_args, state, control, **kwargs):
-        Path("evaluated").touch()
-
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, num_rows):
-        self.rows = torch.randint(1, 64, (num_rows, 8), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+    Path(f"step_{RANK}").write_text(str(state.global_step))
+    if RANK == 1:
+        time.sleep(0.02)
+    if state.global_step == 1 and "UNSLOTH_MULTIGPU_RUN_DIR" in os.environ:
+        # As srun sends it to every process; what it means is the supervisor's to say.
+        os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def goodbye():
@@ -63,7 +42,7 @@ def goodbye():
     Path("goodbye").touch()
 
 
-if rank == "0":
+if RANK == 0:
     atexit.register(goodbye)
 
 torch.manual_seed(0)
@@ -79,14 +58,21 @@ trainer = Trainer(
         save_strategy=args.save,
         save_steps=100_000,
     ),
-    train_dataset=Rows(64),
-    eval_dataset=Rows(100_000 if args.evaluate else 8),
-    callbacks=[Places()],
+    train_dataset=RaggedRows(64),
+    eval_dataset=list(RaggedRows(8)) * (12_500 if args.evaluate else 1),
+    data_collator=collate,
+    callbacks=[
+        Calls(
+            on_step_end=after_step,
+            on_prediction_step=lambda *_, **__: Path("evaluating").touch(),
+            on_evaluate=lambda *_, **__: Path("evaluated").touch(),
+        )
+    ],
 )
 try:
     trainer.train()
 except KeyboardInterrupt:
-    Path(f"interrupted_{rank}").write_text(str(trainer.state.global_step))
+    Path(f"interrupted_{RANK}").write_text(str(trainer.state.global_step))
     if not args.catch:
         raise
-Path(f"after_training_{rank}").touch()
+Path(f"after_training_{RANK}").touch()

@@ -150,21 +150,19 @@ def local() -> dict:
 def diloco_by_hand(num_windows: int, every_steps: int, learning_rate: float, momentum: float) -> dict:
     """The algorithm as the paper has it, with all replicas in this process."""
     shared = new_model(seed=0)
-    optimizers = [adamw(copy.deepcopy(shared)) for _ in range(WORLD_SIZE)]
+    replicas = [copy.deepcopy(shared) for _ in range(WORLD_SIZE)]
+    # The state of each inner optimizer resumes from window to window.
+    optimizers = [adamw(replica) for replica in replicas]
     velocity = [torch.zeros_like(p) for p in shared.parameters()]
     for window in range(num_windows):
-        replicas = [copy.deepcopy(shared) for _ in range(WORLD_SIZE)]
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            # The state of each inner optimizer resumes from window to window.
-            mine = adamw(replica)
-            mine.load_state_dict(optimizer.state_dict())
-            optimizers[rank] = mine
+            replica.load_state_dict(shared.state_dict())
             for step in range(window * every_steps, (window + 1) * every_steps):
                 for i in range(NUM_MICRO_BATCHES):
                     backward(replica, step, i, rank)
                 nn.utils.clip_grad_norm_(replica.parameters(), 0.5)
-                mine.step()
-                mine.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
         with torch.no_grad():
             for weight, speed, *moved in zip(
                 shared.parameters(), velocity, *(r.parameters() for r in replicas), strict=True

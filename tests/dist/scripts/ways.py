@@ -1,33 +1,31 @@
 """Scripts reach a training, look into it and decide in it, in ways of their own. Each rank writes what came of each.
 
-Usage: ways.py together|apart; "apart" are decisions of ranks that step by themselves.
+Usage: ways.py together|apart|uploads; "apart" are decisions of ranks that step by themselves.
 """
 
 import functools
-import json
 import os
 import sys
+import time
 
 import unsloth_multigpu as ump
 
 LIMITS = {"timeout_s": 60, "hang_timeout_s": 30}
+if sys.argv[1] == "uploads":
+    LIMITS = {"timeout_s": 20, "hang_timeout_s": 5}
 ump.enable_multi_gpu(**LIMITS)
 
 import torch
-from common import Line, arguments, points
+from common import RANK, Calls, Line, Stream, arguments, points, write_facts
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import Trainer as Defining
 
-RANK = int(os.environ.get("RANK", "0"))
 DECIDED, ROWS = points(32), points(13)
 
 
 class Recorder(TrainerCallback):
     def __init__(self):
         self.events = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.events.append(["step", state.global_step])
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
@@ -40,18 +38,15 @@ class Recorder(TrainerCallback):
         self.events.append(["save", state.global_step])
 
 
-class Sets(TrainerCallback):
+def sets(flag, step_of, event="on_step_end", lasts=False):
     """Sets `flag` at `event` of the step that `step_of` gives for the rank, None = never."""
+    step = step_of(RANK)
 
-    def __init__(self, flag, step_of, event="on_step_end", lasts=False):
-        self.flag, self.step, self.lasts = flag, step_of(RANK), lasts
-        setattr(self, event, self.decide)
+    def decide(args, state, control, **kwargs):
+        if step is not None and (state.global_step == step or (lasts and state.global_step > step)):
+            setattr(control, flag, True)
 
-    def decide(self, args, state, control, **kwargs):
-        if self.step is None or state.global_step < self.step:
-            return
-        if state.global_step == self.step or self.lasts:
-            setattr(control, self.flag, True)
+    return Calls(**{event: decide})
 
 
 class Draws(Trainer):
@@ -87,79 +82,53 @@ def decided(name, *callbacks, trainer_class=Trainer, **given):
     for callback in callbacks:
         callback.trainer = trainer
     trainer.train()
-    events = [e for e in recorder.events if e[0] != "step"]
     saved = sorted(p for p in os.listdir(name) if p.startswith("checkpoint-")) if os.path.isdir(name) else []
     weights = [round(w, 6) for w in trainer.model.layer.weight.flatten().tolist()]
-    return {"steps": trainer.state.global_step, "events": events, "saved": saved, "weights": weights}
+    return {"steps": trainer.state.global_step, "events": recorder.events, "saved": saved, "weights": weights}
 
 
-class Follows(TrainerCallback):
+def follow(path):
     """Rank 0 comes to the callbacks of step 2 when rank 1 has begun step 4."""
 
-    def __init__(self, path):
-        self.path = path
-
-    def on_step_begin(self, args, state, control, **kwargs):
+    def begin(_, state, *__, **___):
         if RANK == 1 and state.global_step == 3:
-            open(self.path, "w").close()
+            open(path, "w").close()
 
-    def on_step_end(self, args, state, control, **kwargs):
-        while RANK == 0 and state.global_step == 2 and not os.path.exists(self.path):
+    def end(_, state, *__, **___):
+        while RANK == 0 and state.global_step == 2 and not os.path.exists(path):
             pass
+
+    return Calls(on_step_begin=begin, on_step_end=end)
 
 
 def decisions():
     # The clock: rank 1 sees the limit a step before rank 0, or behind it.
-    yield "clock-stop", [Sets("should_training_stop", lambda rank: 4 - rank, lasts=True)], {"save_strategy": "steps"}
-    yield "clock-save", [Sets("should_save", lambda rank: 4 - rank)], {"save_strategy": "steps"}
-    yield "clock-evaluate", [Sets("should_evaluate", lambda rank: 4 - rank)], {}
-    yield "clock-late", [Sets("should_save", lambda rank: 3 + rank)], {}
-    yield "epoch-stop", [Sets("should_epoch_stop", only(0, 3))], {}
-    yield "log", [Sets("should_log", only(0, 3))], {}
-    yield "evaluate", [Sets("should_evaluate", only(0, 3))], {}
-    yield "drawn", [Sets("should_evaluate", only(0, 3))], {"trainer_class": Draws}
-    yield "before-the-end", [Sets("should_save", only(0, 2), "on_optimizer_step")], {}
+    yield "clock-stop", [sets("should_training_stop", lambda rank: 4 - rank, lasts=True)], {"save_strategy": "steps"}
+    yield "clock-save", [sets("should_save", lambda rank: 4 - rank)], {"save_strategy": "steps"}
+    yield "clock-evaluate", [sets("should_evaluate", lambda rank: 4 - rank)], {}
+    yield "clock-late", [sets("should_save", lambda rank: 3 + rank)], {}
+    yield "epoch-stop", [sets("should_epoch_stop", only(0, 3))], {}
+    yield "log", [sets("should_log", only(0, 3))], {}
+    yield "evaluate", [sets("should_evaluate", only(0, 3))], {}
+    yield "drawn", [sets("should_evaluate", only(0, 3))], {"trainer_class": Draws}
+    yield "before-the-end", [sets("should_save", only(0, 2), "on_optimizer_step")], {}
     # The loop reads the flags one after the other, and callbacks are asked in between.
     chain = [
-        Sets("should_evaluate", only(0, 2), "on_log"),
-        Sets("should_save", only(0, 2), "on_evaluate"),
-        Sets("should_training_stop", only(0, 2), "on_save"),
+        sets("should_evaluate", only(0, 2), "on_log"),
+        sets("should_save", only(0, 2), "on_evaluate"),
+        sets("should_training_stop", only(0, 2), "on_save"),
     ]
     yield "chain", chain, {"logging_steps": 2}
-    yield "epoch-end", [Sets("should_save", only(0, 8), "on_epoch_end")], {"max_steps": 10}
-    yield "added", [AddsLate(Sets("should_evaluate", only(0, 3)))], {}
-    yield "rank-1", [Sets("should_save", only(1, 3))], {}
+    yield "epoch-end", [sets("should_save", only(0, 8), "on_epoch_end")], {"max_steps": 10}
+    yield "added", [AddsLate(sets("should_evaluate", only(0, 3)))], {}
+    yield "rank-1", [sets("should_save", only(1, 3))], {}
 
 
 def decisions_apart():
-    yield "alike", [Sets("should_evaluate", lambda rank: 3)], {"save_steps": 4, "save_strategy": "steps"}
-    yield "rank-1", [Sets("should_save", only(1, 3))], {}
-    yield "clock", [Sets("should_training_stop", lambda rank: 6 - rank, lasts=True)], {"max_steps": 24}
-    yield "behind", [Follows("rank_1_is_ahead"), Sets("should_save", only(0, 2))], {}
-
-
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(ROWS)
-
-
-class Looks(TrainerCallback):
-    """What a callback reads of the loader and of the arguments."""
-
-    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        data = train_dataloader.dataset
-        self.seen = {
-            "is the script's": data is self.data,
-            "first batch": next(iter(train_dataloader))["x"].shape[0],
-            "accumulation": args.gradient_accumulation_steps,
-        }
-        if not isinstance(data, Stream):
-            self.seen |= {"row": data[0]["x"].tolist(), "rows": len(data), "batches": len(train_dataloader)}
-
-
-class Changes(TrainerCallback):
-    def on_epoch_end(self, args, state, control, **kwargs):
-        args.gradient_accumulation_steps = 1
+    yield "alike", [sets("should_evaluate", lambda rank: 3)], {"save_steps": 4, "save_strategy": "steps"}
+    yield "rank-1", [sets("should_save", only(1, 3))], {}
+    yield "clock", [sets("should_training_stop", lambda rank: 6 - rank, lasts=True)], {"max_steps": 24}
+    yield "behind", [follow("rank_1_is_ahead"), sets("should_save", only(0, 2))], {}
 
 
 def make(*callbacks, data=ROWS, cls=Trainer, **given):
@@ -174,12 +143,25 @@ def train(*args, **kwargs):
 
 
 def looks(data):
-    callback = Looks()
-    callback.data = data
-    trainer = make(callback, data=data)
+    """What a callback reads of the loader and of the arguments."""
+    seen = {}
+
+    def look(args, *_, train_dataloader, **__):
+        found = train_dataloader.dataset
+        seen["is the script's"] = found is data
+        seen["first batch"] = next(iter(train_dataloader))["x"].shape[0]
+        seen["accumulation"] = args.gradient_accumulation_steps
+        if not isinstance(found, Stream):
+            seen.update(row=found[0]["x"].tolist(), rows=len(found), batches=len(train_dataloader))
+
+    trainer = make(Calls(on_train_begin=look), data=data)
     trainer.train()
     behind = [trainer.callback_handler.train_dataloader.dataset is data, trainer.args.gradient_accumulation_steps]
-    return {**callback.seen, "behind train()": behind}
+    return {**seen, "behind train()": behind}
+
+
+def changes(args, *_, **__):
+    args.gradient_accumulation_steps = 1
 
 
 def wrapped(wrap):
@@ -206,8 +188,7 @@ def replaced(found):
 
 
 class OwnTrain(Trainer):
-    def train(self):
-        return self._inner_training_loop(batch_size=2, args=self.args)
+    train = replaced(None)
 
 
 def own_loop():
@@ -226,6 +207,11 @@ class TwoLoaders(Trainer):
 class PastDDP(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         return self.model(**inputs)["loss"]
+
+
+class Uploads(Trainer):
+    def _finish_current_push(self):
+        time.sleep(30 if RANK == 0 else 0)
 
 
 class Chained:
@@ -257,8 +243,8 @@ def ways():
     yield "replaced", functools.partial(wrapped, replaced)
     yield "own", own_loop
     yield "look", functools.partial(looks, ROWS)
-    yield "look at a stream", functools.partial(looks, Stream())
-    yield "changed", functools.partial(train, Changes(), max_steps=9)
+    yield "look at a stream", functools.partial(looks, Stream(ROWS))
+    yield "changed", functools.partial(train, Calls(on_epoch_end=changes), max_steps=9)
     yield "two loaders", functools.partial(train, cls=TwoLoaders)
     yield "scaled", functools.partial(with_options, global_batch="scale")
     yield "by 3", functools.partial(with_options, batch_size_per_gpu=3)
@@ -266,13 +252,16 @@ def ways():
 
 
 if __name__ == "__main__":
-    is_apart = sys.argv[1] == "apart"
-    for_each = decisions_apart() if is_apart else decisions()
+    uploads = {"uploads": functools.partial(train, cls=Uploads, max_steps=1)}
+    for_each, in_ways = {
+        "together": (decisions(), ways()),
+        "apart": (decisions_apart(), ()),
+        "uploads": ((), uploads.items()),
+    }[sys.argv[1]]
     found = {name: decided(name, *callbacks, **given) for name, callbacks, given in for_each}
-    for name, way in () if is_apart else ways():
+    for name, way in in_ways:
         try:
             found[name] = way()
         except ump.MultiGPUError as error:
             found[name] = {"error": type(error).__name__, "text": str(error)}
-    with open(f"found_{RANK}.json", "w") as file:
-        json.dump(found, file, indent=1)
+    write_facts("found", found)
