@@ -21,7 +21,10 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     import torch.distributed as dist
 
     reshard(model)
-    is_saved = _belongs_to_adapters(model) if _saves_adapters(model) else lambda name, tensor: True
+    # A model inside PEFT's has a PEFT config, too, but saves all weights.
+    is_peft = "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
+    saves_adapters = is_peft or getattr(model, "_hf_peft_config_loaded", False)
+    is_saved = _belongs_to_adapters(model) if saves_adapters else lambda name, tensor: True
     state: dict[str, Any] = {}
     # In the same order on all ranks. One tensor at a time is complete on the devices.
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -54,12 +57,6 @@ def own_class(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.__class__ = engines
-
-
-def _saves_adapters(model: nn.Module) -> bool:
-    """True if the model saves adapters only. A model inside PEFT's has a PEFT config, too, but saves all weights."""
-    is_peft = "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
-    return is_peft or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _belongs_to_adapters(model: Any) -> Callable[[str, torch.Tensor], bool]:
