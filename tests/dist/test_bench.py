@@ -8,9 +8,15 @@ import pytest
 
 from tests.helpers.run import light, orphans, run_well
 
-BENCH = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", "cpu", "--model-size", "tiny"]
 LIBRARIES = light("rich", "triton")
-QUICK = ["--repeats", "1", "--steps", "2", "--lengths", "lognormal:20:80", "--batch-size", "4"]
+
+
+def bench(folder, *options, **env):
+    """Of a tiny model: what its output says, and what it said meanwhile."""
+    quick = ["--repeats", "1", "--steps", "2", "--lengths", "lognormal:20:80", "--batch-size", "4", "--json"]
+    command = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", "cpu", "--model-size", "tiny"]
+    run = run_well([*command, *quick, *options], folder, env)
+    return json.loads(run.out), run.err
 
 
 def micro_batches(outcome, name):
@@ -24,8 +30,7 @@ def test_bench_compares_the_arms(tmp_path):
     home.mkdir()
     options = ["--arms", "one_process,ours", "--train", "lora", "--dtype", "bf16", "--accumulation", "2"]
     options += ["--gradient-checkpointing", "--steps", "1", "--warmup", "1"]
-    run = run_well([*BENCH, *QUICK, *options, "--json"], tmp_path, {**LIBRARIES, "TMPDIR": str(home)})
-    outcome = json.loads(run.out)
+    outcome, said = bench(tmp_path, *options, **LIBRARIES, TMPDIR=str(home))
     one, ours = outcome["results"]
     assert ours["has_same_samples"]
     assert ours["norm_difference"] < 2e-2
@@ -40,7 +45,7 @@ def test_bench_compares_the_arms(tmp_path):
     assert micro_batches(outcome, "one_process") == [4, 4]
     for text in ("accumulation=2,", "scripts for one GPU accumulate 4", "dtype=bf16,", "train=lora,", "device: cpu"):
         assert any(text in line for line in outcome["conditions"]), text
-    assert run.err.count("round 1/1, ") == 2
+    assert said.count("round 1/1, ") == 2
     assert list(home.iterdir()) == []
     assert orphans(str(home)) == []
 
@@ -49,9 +54,7 @@ def test_bench_compares_the_arms(tmp_path):
 @pytest.mark.slow
 def test_bench_trains_with_unsloth(tmp_path):
     options = ["--library", "unsloth", "--train", "lora", "--gradient-checkpointing", "--arms", "one_process,ours"]
-    options += ["--warmup", "1", "--model-size", "64x1", "--json"]
-    run = run_well([*BENCH, *QUICK, *options], tmp_path, {"TMPDIR": str(tmp_path)})
-    outcome = json.loads(run.out)
+    outcome, _ = bench(tmp_path, *options, "--warmup", "1", "--model-size", "64x1", TMPDIR=str(tmp_path))
     one, ours = outcome["results"]
     assert ours["has_same_samples"]
     assert ours["norm_difference"] < 1e-5
@@ -66,9 +69,7 @@ def test_bench_trains_with_unsloth(tmp_path):
 def test_bench_compares_the_other_arms(tmp_path):
     # Among them one process with replicas, two ranks that meet in each step, and two that meet in every fourth.
     arms = "one_process,torchrun,ours_off,rebalance,ours_one,guarded_one,legacy,allreduce,local_sgd"
-    options = ["--arms", arms, "--steps", "3", "--accumulation", "2"]
-    run = run_well([*BENCH, *QUICK, *options, "--json"], tmp_path, LIBRARIES)
-    outcome = json.loads(run.out)
+    outcome, _ = bench(tmp_path, "--arms", arms, "--steps", "3", "--accumulation", "2", **LIBRARIES)
     results = {r["name"]: r for r in outcome["results"]}
     assert list(results) == arms.split(",")
     assert [len(outcome["runs"][name][0]) for name in results] == [1, 2, 2, 2, 1, 1, 1, 2, 2]

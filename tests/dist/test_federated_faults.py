@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +29,7 @@ from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 from unsloth_multigpu.wire.child import find_marked
 from unsloth_multigpu.wire.process import is_alive
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 CPU = [torch.device("cpu", 0), torch.device("cpu", 1)]
 
@@ -40,26 +40,6 @@ def facts(reply, name):
 
 def pid(reply) -> int:
     return reply.content["metrics"]["pid"]
-
-
-@pytest.fixture(scope="module")
-def told():
-    """Warnings of this package, until they are taken."""
-    texts, handler, logger = [], logging.Handler(logging.WARNING), logging.getLogger("unsloth_multigpu")
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logger.addHandler(handler)
-    yield texts
-    logger.removeHandler(handler)
-
-
-@dataclass
-class Round:
-    """One `send_and_receive`: each message's reply and record, and what was told of it."""
-
-    replies: list
-    records: list
-    told: str
-    seconds: float
 
 
 @pytest.fixture(scope="module")
@@ -74,46 +54,47 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rounds(folder, told):
-    """One grid of five clients on two slots: each fault meets the processes that the one before has left."""
-    found = {}
+def rounds(folder):
+    """One grid of five clients on two slots: each fault meets the processes that the one before has left.
+
+    Of each `send_and_receive` there are each message's reply and record, what was told of it, and how long it took.
+    """
+    found, told, handler = {}, [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("unsloth_multigpu").addHandler(handler)
     with task_identity(), closing(ProcessGrid(app, 5, CPU, log_dir=str(folder / "logs"))) as grid:
 
-        def send(name, *messages, **options) -> Round:
+        def send(name, *messages, **options):
             begin_s = time.monotonic()
             told.clear()
             replies = grid.send_and_receive(messages, **options)
-            records, grid.records = grid.records, []
-            found[name] = Round(replies, records, "\n".join(told), time.monotonic() - begin_s)
-            return found[name]
-
-        def marker(name) -> str:
-            return str(folder / name)
+            facts = {"replies": replies, "records": grid.records, "told": "\n".join(told)}
+            found[name], grid.records = SimpleNamespace(**facts, seconds=time.monotonic() - begin_s), []
+            return replies
 
         send("whole", *map(message_to, range(5)))
-        what = [message_to(0, "fail"), message_to(1, "leave"), message_to(2, "large"), message_to(3, kind="query")]
-        send("raised", *what, message_to(4))
-        killed = [message_to(0, "kill_once", marker=marker("a")), message_to(1, "kill"), message_to(2)]
+        raising = map(message_to, range(3), ("fail", "leave", "large"))
+        send("raised", *raising, message_to(3, kind="query"), message_to(4))
+        killed = [message_to(0, "kill_once", marker=str(folder / "a")), message_to(1, "kill"), message_to(2)]
         send("killed", *killed)
-        lost = send("lost", message_to(0), message_to(1, "lose_device_once", marker=marker("c")))
-        os.kill(pid(lost.replies[0]), signal.SIGKILL)
+        lost = send("lost", message_to(0), message_to(1, "lose_device_once", marker=str(folder / "c")))
+        os.kill(pid(lost[0]), signal.SIGKILL)
         # All of its threads: the first one may have ended long before.
         wait_until(grid.slots[0]._process.has_ended, 60, "its end")
         send("replaced", message_to(0), message_to(1))
         send("late", message_to(0, "hang"), message_to(2), message_to(1), timeout=2.0)
         shutil.rmtree(folder / "logs")
         send("without_logs", message_to(0, "start_others"), message_to(1))
-        found["interrupted"] = interrupt(grid, message_to(0, "hang", marker=marker("d")), folder / "d")
-        found["orphans"] = [*orphans(marker("others")), *filter(is_alive, [int((folder / "d").read_text())])]
+        found["interrupted"] = interrupt(grid, message_to(0, "hang", marker=str(folder / "d")), folder / "d")
+        found["orphans"] = [*orphans(str(folder / "others")), *filter(is_alive, [int((folder / "d").read_text())])]
         grid.num_clients = 3
         found["new"] = grid.get_node_ids()
         send("new_clients", message_to(2, "start_others"))
-        log = folder / "logs" / "slot_0.log"
-        found["logs"] = (
-            log.read_text(encoding="utf-8"),
-            {stat.S_IMODE(p.stat().st_mode) for p in log.parent.glob("slot_*.log")},
-        )
-    found["orphans"] += orphans(marker("others"))
+    logs = folder / "logs"
+    found["log"] = (logs / "slot_0.log").read_text(encoding="utf-8")
+    found["modes"] = {stat.S_IMODE(path.stat().st_mode) for path in logs.glob("slot_*.log")}
+    logging.getLogger("unsloth_multigpu").removeHandler(handler)
+    found["orphans"] += orphans(str(folder / "others"))
     found["grid"] = grid
     return found
 
@@ -136,7 +117,6 @@ def interrupt(grid, message, marker: Path) -> bool:
     return False
 
 
-@pytest.mark.slow
 def test_clients_run_in_processes_of_their_own(rounds):
     whole = rounds["whole"]
     pids = [pid(reply) for reply in whole.replies]
@@ -151,7 +131,6 @@ def test_clients_run_in_processes_of_their_own(rounds):
     assert whole.told == ""
 
 
-@pytest.mark.slow
 def test_client_that_raises_is_left_out_by_name(rounds):
     """An exception; sys.exit(); a reply larger than any buffer; one that is none. The processes are still the same."""
     failed, left, large, none, _ = rounds["raised"].replies
@@ -167,7 +146,6 @@ def test_client_that_raises_is_left_out_by_name(rounds):
     assert "in fail" in told
 
 
-@pytest.mark.slow
 def test_client_whose_process_is_killed_runs_once_more(rounds):
     """Killed once: by number and name; killed again and again: left out."""
     again, out, fine = rounds["killed"].replies
@@ -182,14 +160,12 @@ def test_client_whose_process_is_killed_runs_once_more(rounds):
     assert "about to end" in told  # From the log.
 
 
-@pytest.mark.slow
 def test_client_of_a_lost_device_is_run_once_more(rounds):
     assert [r.has_content() for r in rounds["lost"].replies] == [True, True]
     assert [r.attempts for r in rounds["lost"].records] == [1, 2]
     assert "because its device failed: RuntimeError: CUDA error: unspecified launch failure" in rounds["lost"].told
 
 
-@pytest.mark.slow
 def test_process_that_is_killed_while_it_waits_is_replaced(rounds):
     before, now = ([pid(r) for r in rounds[name].replies] for name in ("lost", "replaced"))
     assert now[0] != before[0]
@@ -197,7 +173,6 @@ def test_process_that_is_killed_while_it_waits_is_replaced(rounds):
     assert f"slot 0 on cpu:0 (pid {before[0]}) was ended by SIGKILL" in rounds["replaced"].told
 
 
-@pytest.mark.slow
 def test_limit_of_a_round_ends_what_hangs(rounds):
     late = rounds["late"]
     hung, waits, fine = late.replies
@@ -208,16 +183,13 @@ def test_limit_of_a_round_ends_what_hangs(rounds):
     assert [r.slot for r in late.records] == [0, -1, 1]
 
 
-@pytest.mark.slow
 def test_removed_logs_end_nothing(rounds):
     """The slot that hung has to start again, where its log was."""
     assert [r.has_content() for r in rounds["without_logs"].replies] == [True, True]
-    text, modes = rounds["logs"]
-    assert "client 2 prints \u00e4" in text
-    assert modes == {0o600}
+    assert "client 2 prints \u00e4" in rounds["log"]
+    assert rounds["modes"] == {0o600}
 
 
-@pytest.mark.slow
 def test_nothing_is_left_of_a_round_that_was_interrupted_or_of_a_grid(rounds):
     assert rounds["interrupted"]
     assert rounds["orphans"] == []
@@ -268,7 +240,6 @@ grid.send_and_receive([message_to(0, "start_others_and_hang"), message_to(1, "ha
 """
 
 
-@pytest.mark.slow
 def test_server_that_is_killed_leaves_nothing(tmp_path):
     script, marker = tmp_path / "server.py", tmp_path / "others"
     script.write_text(SERVER)

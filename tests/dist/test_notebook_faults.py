@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.helpers.notebook import NotebookRun, oldest_ipython
+from tests.helpers.notebook import CellResult, NotebookRun, oldest_ipython
 from tests.helpers.run import BARE, free_port, run_well, wait_until
 
 # The variables of a group of one.
@@ -36,26 +35,20 @@ def everyone():
     return int(x)
 everyone()
 """
-TRAIN = """
-from transformers import Trainer, TrainerCallback, TrainingArguments
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(4))
-    def forward(self, x, labels=None):
-        return {"loss": ((x * self.weight).sum(-1) - labels).square().mean()}
+TRAIN = f"""
+import sys
+sys.path.append({str(Path(__file__).parent / "scripts")!r})
+from common import Line, arguments, points
+from transformers import Trainer, TrainerCallback
 class Fault(TrainerCallback):
     source = ""
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
-            exec(self.source, {**globals(), "control": control})
-model, fault = Model(), Fault()
-torch.manual_seed(0)
-rows = [{"x": torch.randn(4), "labels": torch.tensor(1.0)} for _ in range(8)]
-arguments = dict(per_device_train_batch_size=2, report_to="none", save_strategy="no", disable_tqdm=True)
+            exec(self.source, {{**globals(), "control": control}})
+model, fault = Line(), Fault()
 def make(max_steps, folder="out"):
-    arguments_of_run = TrainingArguments(output_dir=folder, max_steps=max_steps, **arguments)
-    return Trainer(model=model, args=arguments_of_run, train_dataset=rows, callbacks=[fault])
+    args = arguments(folder, 2, max_steps=max_steps)
+    return Trainer(model=model, args=args, train_dataset=points(8), callbacks=[fault])
 """
 # It resumes from the training that was as many calls of train() behind the line.
 STOPPED = "fault.source = 'control.should_save = control.should_training_stop = True'"
@@ -63,7 +56,7 @@ TRAIN_FIRST = """
 trainer = make(6, "resumed")
 trainer.train().global_step
 """
-FLIP = "if rank == 1: model.weight.data.view(torch.int32)[0] ^= 1"
+FLIP = "if rank == 1: model.layer.weight.data.view(torch.int32)[0, 0] ^= 1"
 # A Trainer of before is refused, a new one trains, and the ranks have the same weights.
 TRAINS_ON = """
 fault.source = ""
@@ -73,8 +66,8 @@ except ump.SetupError as error:
     refused = "Make a new Trainer" in str(error)
 trainer = make(6)
 steps = trainer.train().global_step
-weights = [torch.zeros(4) for _ in range(2)]
-dist.all_gather(weights, model.weight.detach())
+weights = [torch.zeros(1, 2) for _ in range(2)]
+dist.all_gather(weights, model.layer.weight.detach())
 print("refused", refused, "steps", steps, "equal", bool((weights[0] == weights[1]).all()))
 """
 
@@ -85,22 +78,19 @@ def check(run: NotebookRun, source: str, error: str, value: str, limit_s: float)
     assert (result.error, len(result.traceback)) == (error, 1), result
     assert value in result.value
     assert value in result.traceback[0]
-    assert result.seconds < limit_s + SLACK_S, result
-    following = run.run("everyone()")
-    assert (following.text, following.error) == ("2\n", ""), following
+    check_next(run, result, limit_s)
 
 
 def check_stop(run: NotebookRun, source: str, error: str, limit_s: float) -> None:
     """Stop ends one cell, and the next one works on both ranks."""
-    message = run.begin(source)
-    run.wait_for_text("go")
-    begin_s = time.monotonic()
-    run.interrupt()
-    result = run.finish(message)
+    result = run.stop(source)
     assert result.error == error, result
-    assert time.monotonic() - begin_s < limit_s + SLACK_S
-    following = run.run("everyone()")
-    assert (following.text, following.error) == ("2\n", ""), following
+    check_next(run, result, limit_s)
+
+
+def check_next(run: NotebookRun, result: CellResult, limit_s: float) -> None:
+    assert result.seconds < limit_s + SLACK_S, result
+    assert run.well("everyone()") == "2"
 
 
 def check_line_that_failed(run: NotebookRun) -> None:
@@ -183,13 +173,15 @@ def check_death_of_a_worker(run: NotebookRun, run_dir: Path) -> None:
 
 def check_resume_and_death_of_the_kernel(run: NotebookRun) -> None:
     """No worker outlives the kernel, not even one that is stopped while a child of the kernel holds its open files."""
-    assert run.run(ENABLE, 120.0).text.splitlines()[-1] == "2"
+    assert run.run(ENABLE).text.splitlines()[-1] == "2"
     noted = "begun = []\nFault.on_step_begin = lambda self, *_, **__: begun.append(1)"
     resumed = run.run(TRAIN + noted + TRAIN_FIRST)
     assert "resumes from resumed/checkpoint-4" in resumed.text
     assert resumed.text.splitlines()[-1] == "6"
     assert run.run("len(begun)").text == "2\n"
-    whole = "resumed, model = model, Model()\nmake(6, 'whole').train()\nprint(resumed.weight.equal(model.weight))"
+    whole = (
+        "first, model = model.layer, Line()\nmake(6, 'whole').train()\nprint(first.weight.equal(model.layer.weight))"
+    )
     assert run.run(whole).text.splitlines()[-1] == "True"
     (worker,) = run.children()
     child = int(run.run("if rank == 0:\n    child = os.fork() or time.sleep(600)\n    print(child)").text)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.helpers import run
-from tests.helpers.notebook import CellResult, NotebookRun, oldest_ipython
+from tests.helpers.notebook import NotebookRun, oldest_ipython
 
 # Before the line: what the workers have to do again, and what only this process has.
 EARLIER = """
@@ -84,17 +84,11 @@ def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield started
 
 
-def well(result: CellResult) -> str:
-    assert (result.error, result.traceback) == ("", ()), result
-    return result.text.replace("\r\n", "\n").strip()
-
-
 def test_a_worker_has_what_was_there_before_the_line(notebook: NotebookRun) -> None:
     values = "total(answer), total(before), total(after), total(before_mistake)"
-    assert well(notebook.run(values)) == "(84.0, 2.0, 4.0, 2.0)"
-    assert "never again" not in (notebook.folder / "own_logs" / "rank_1.log").read_text().replace(
-        "echo never again", ""
-    )
+    assert notebook.well(values) == "(84.0, 2.0, 4.0, 2.0)"
+    log = (notebook.folder / "own_logs" / "rank_1.log").read_text()
+    assert "never again" not in log.replace("echo never again", "")
 
 
 def test_a_worker_has_not_the_names_of_the_kernels_front_end(notebook: NotebookRun) -> None:
@@ -105,78 +99,86 @@ def test_a_worker_has_not_the_names_of_the_kernels_front_end(notebook: NotebookR
 
 def test_a_changed_module_is_reloaded_on_all_ranks(notebook: NotebookRun) -> None:
     (notebook.folder / "edited.py").write_text("value = 1\n")
-    well(notebook.run("%load_ext autoreload\n%autoreload 2"))
-    assert well(notebook.run("import edited\ntotal(edited.value)")) == "2.0"
+    notebook.well("%load_ext autoreload\n%autoreload 2")
+    assert notebook.well("import edited\ntotal(edited.value)") == "2.0"
     (notebook.folder / "edited.py").write_text("value = 10\n")
     # Rank 0 reloads it in a request that only rank 0 runs.
-    assert well(notebook.hidden("edited.value")) == "10"
-    assert well(notebook.run("total(edited.value)")) == "20.0"
-    well(notebook.run("%autoreload 0"))
+    assert notebook.hidden("edited.value").well() == "10"
+    assert notebook.well("total(edited.value)") == "20.0"
+    notebook.well("%autoreload 0")
 
 
 def test_finders_of_a_front_end_and_ours_leave_each_other_alone(notebook: NotebookRun) -> None:
     # One more, before ours. Later tests see that patches land in what is imported from now on.
-    well(notebook.run("import sitecustomize, sys\nsys.meta_path.insert(0, sitecustomize.Finder())"))
-    assert well(notebook.run("import google_cloud_storage as gcs\ntotal(gcs.is_replaced)")) == "2.0"
+    notebook.well("import sitecustomize, sys\nsys.meta_path.insert(0, sitecustomize.Finder())")
+    assert notebook.well("import google_cloud_storage as gcs\ntotal(gcs.is_replaced)") == "2.0"
 
 
 def test_requests_of_a_front_end_are_none_of_the_workers(notebook: NotebookRun) -> None:
     viewer = "def shown(value): return type(value).__name__\nprint(shown(total), rank)\ndel shown"
-    assert well(notebook.hidden(viewer)) == "function 0"
-    assert well(notebook.hidden("!echo [$RANK]")) == "[]"
-    well(notebook.silent("silent_name = 1"))
+    assert notebook.hidden(viewer).well() == "function 0"
+    assert notebook.hidden("!echo [$RANK]").well() == "[]"
+    notebook.well("silent_name = 1", silent=True)
     for source, error in (("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError"), ("%nothing", "UsageError")):
         assert notebook.hidden(source).error == error
     # Two while a cell runs, with what the user's typing asks for.
-    requests = [notebook.begin("import time; time.sleep(0.5); total(1)"), notebook.begin_hidden("print('second')")]
-    asked = [notebook.client.complete("tot", 3), notebook.client.inspect("total", 3)]
-    requests += [notebook.begin_hidden("raise ValueError('third')")]
-    results = [notebook.finish(request) for request in requests]
-    assert [(result.text.strip(), result.error) for result in results] == [
-        ("2.0", ""),
-        ("second", ""),
-        ("", "ValueError"),
+    requests = [
+        notebook.begin("import time; time.sleep(0.5); total(1)"),
+        notebook.begin("print('second')", store_history=False),
     ]
+    asked = [notebook.client.complete("tot", 3), notebook.client.inspect("total", 3)]
+    requests += [notebook.begin("raise ValueError('third')", store_history=False)]
+    results = [notebook.finish(request) for request in requests]
+    assert [result.text.strip() for result in results] == ["2.0", "second", ""]
+    assert [result.error for result in results] == ["", "", "ValueError"]
     assert [notebook.reply(request)["status"] for request in asked] == ["ok", "ok"]
-    assert well(notebook.run("total('silent_name' in globals()), total('shown' in globals())")) == "(1.0, 0.0)"
+    assert notebook.well("total('silent_name' in globals()), total('shown' in globals())") == "(1.0, 0.0)"
     assert "shown(total)" not in (notebook.folder / "own_logs" / "rank_1.log").read_text()
 
 
 def test_a_subshell_is_none_of_the_workers(notebook: NotebookRun) -> None:
-    if well(notebook.run("import ipykernel\nipykernel.version_info[0]")) < "7":
+    if notebook.well("import ipykernel\nipykernel.version_info[0]") < "7":
         pytest.skip("there are no subshells before ipykernel 7")
     subshell = notebook.control("create_subshell_request", {})["subshell_id"]
     # Both start programs. The first one ends first, and its cell needs the rank's variables.
     until = "until [ -e {0} ]; do sleep 0.05; done"
     cell = notebook.begin(f"!echo begins; {until.format('second')}\nimport os\ntotal(os.environ['WORLD_SIZE'])")
     notebook.wait_for_text("begins")
-    hidden = notebook.begin_hidden(f"!touch second; {until.format('first')}\n1 / 0", subshell)
+    hidden = notebook.begin(f"!touch second; {until.format('first')}\n1 / 0", subshell, store_history=False)
     result = notebook.finish(cell)
     assert (result.text.split(), result.error) == (["4.0"], "")
     (notebook.folder / "first").touch()
     result = notebook.finish(hidden)
     assert (result.text.split(), result.error) == ([], "ZeroDivisionError")
     assert notebook.control("delete_subshell_request", {"subshell_id": subshell})["status"] == "ok"
-    assert well(notebook.run("total(os.environ['RANK'])")) == "1.0"
-    assert well(notebook.run("def f(x):\n    !echo {x}\nf('local')")) == "local"
+    assert notebook.well("total(os.environ['RANK'])") == "1.0"
+    assert notebook.well("def f(x):\n    !echo {x}\nf('local')") == "local"
 
 
-def interrupt_alone(notebook: NotebookRun) -> None:
+def press_for_rank_0_alone(notebook: NotebookRun) -> None:
     os.kill(notebook.pid, signal.SIGINT)
 
 
-def interrupt_by_message(notebook: NotebookRun) -> None:
+def press_by_message(notebook: NotebookRun) -> None:
     notebook.control("interrupt_request", {})
 
 
-@pytest.mark.parametrize("interrupt", [interrupt_alone, interrupt_by_message])
-def test_stop_as_other_front_ends_send_it(notebook: NotebookRun, interrupt: Callable[[NotebookRun], None]) -> None:
-    message = notebook.begin("print('begins')\ntime.sleep(60 * (1 - rank))\ntotal(1)")
-    notebook.wait_for_text("begins")
-    interrupt(notebook)
-    result = notebook.finish(message, 30)
+SLEEPS = "print('begins')\ntime.sleep(60 * (1 - rank))\ngoes_on = total(1)"
+
+
+@pytest.mark.parametrize(
+    ("source", "press"),
+    [
+        (SLEEPS, press_for_rank_0_alone),
+        (SLEEPS, press_by_message),
+        ("!echo begins; exec sleep 60\ngoes_on = total(1)", NotebookRun.interrupt),
+    ],
+)
+def test_stop_ends_a_cell(notebook: NotebookRun, source: str, press: Callable[[NotebookRun], None]) -> None:
+    result = notebook.stop(source, "begins", press)
     assert (result.error, len(result.traceback)) == ("KeyboardInterrupt", 1), result
-    assert well(notebook.run("total(1)")) == "2.0"
+    assert result.seconds < 30
+    assert notebook.well("total(1), total('goes_on' in globals())") == "(2.0, 0.0)"
 
 
 @pytest.mark.parametrize(
@@ -224,18 +226,18 @@ def test_stop_as_other_front_ends_send_it(notebook: NotebookRun, interrupt: Call
 )
 def test_a_cell_gives_what_it_gives_on_one_gpu(notebook: NotebookRun, source: str, text: str) -> None:
     # The numbers of cells depend on which tests run.
-    assert re.sub(r"Out\[\d+\]", "Out[N]", well(notebook.run(source))) == text
+    assert re.sub(r"Out\[\d+\]", "Out[N]", notebook.well(source)) == text
 
 
 def test_cells_have_the_same_numbers_on_all_ranks(notebook: NotebookRun) -> None:
-    assert well(notebook.run("number = get_ipython().execution_count\n'kept'")) == "'kept'"
-    assert well(notebook.run("total(number) / number, total(Out[max(Out)] == 'kept')")) == "(2.0, 2.0)"
+    assert notebook.well("number = get_ipython().execution_count\n'kept'") == "'kept'"
+    assert notebook.well("total(number) / number, total(Out[max(Out)] == 'kept')") == "(2.0, 2.0)"
     place = notebook.run("def where(): return rank and 1 / 0\nwhere()").traceback[0]
     assert len(set(re.findall(r"(?:In\[|-input-)(\d+)", place))) == 1
 
 
 def test_the_ranks_are_shown(notebook: NotebookRun) -> None:
-    head, first, second = well(notebook.run("%ranks")).splitlines()
+    head, first, second = notebook.well("%ranks").splitlines()
     assert head.split()[:4] == ["rank", "device", "step", "doing"]
     own, other = (dict(zip(head.split(), row.split(), strict=False)) for row in (first, second))
     assert (own["rank"], own["device"], own["pid"]) == ("0", "cpu", str(notebook.pid))
@@ -249,11 +251,11 @@ def test_the_ranks_are_shown(notebook: NotebookRun) -> None:
 @pytest.mark.parametrize("ask", ["input", "getpass"])
 def test_the_user_is_asked_once(notebook: NotebookRun, ask: str) -> None:
     # The name that a cell has imported is used in later cells.
-    well(notebook.run("from getpass import getpass"))
+    notebook.well("from getpass import getpass")
     message = notebook.begin(f"typed = {ask}('which?')\nprint(typed, total(len(typed)))")
     assert notebook.client.get_stdin_msg(timeout=30)["content"]["prompt"] == "which?"
     notebook.client.input("abc")
-    assert well(notebook.finish(message)) == "abc 6.0"
+    assert notebook.finish(message).well() == "abc 6.0"
 
 
 def test_stop_while_the_user_is_asked(notebook: NotebookRun) -> None:
@@ -263,16 +265,7 @@ def test_stop_while_the_user_is_asked(notebook: NotebookRun) -> None:
     result = notebook.finish(message)
     assert result.error == "KeyboardInterrupt"
     assert len(result.traceback) == 1
-    assert well(notebook.run("total(1)")) == "2.0"
-
-
-def test_stop_while_a_program_runs(notebook: NotebookRun) -> None:
-    message = notebook.begin("!echo begins; exec sleep 60\ngoes_on = total(1)")
-    notebook.wait_for_text("begins")
-    notebook.interrupt()
-    result = notebook.finish(message, 30)
-    assert (result.error, len(result.traceback)) == ("KeyboardInterrupt", 1), result
-    assert well(notebook.run("total('goes_on' in globals())")) == "0.0"
+    assert notebook.well("total(1)") == "2.0"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +288,7 @@ def test_an_error_is_shown_once(notebook: NotebookRun, source: str, error: str, 
     assert fact in result.value
     # In its message; a ValueError also in the line that raised it.
     assert (result.traceback[0] + result.text).count(fact) <= 2
-    assert well(notebook.run("total(1)")) == "2.0"
+    assert notebook.well("total(1)") == "2.0"
 
 
 @pytest.mark.parametrize("source", ["%nosuchmagic", "%%nosuchmagic\n1", "%%rank 7\n1", "%rerun"])
@@ -304,7 +297,7 @@ def test_a_wrong_magic_is_said_once(notebook: NotebookRun, source: str) -> None:
     assert result.error == "UsageError"
     assert result.traceback == ()
     assert result.text.count("UsageError: ") == 1
-    assert well(notebook.run("total(1)")) == "2.0"
+    assert notebook.well("total(1)") == "2.0"
 
 
 def test_an_error_that_the_cell_survives_is_none_of_the_cell(notebook: NotebookRun) -> None:
@@ -320,9 +313,9 @@ dist.barrier()
 rows.save_to_disk("rows")
 total(os.path.isfile("rows/state.json"))
 """
-    well(notebook.run("import os, shutil\nfrom datasets import Dataset\nrows = Dataset.from_dict({'a': [1]})"))
-    well(notebook.run("%%rank0\nrows.save_to_disk('rows')"))
-    assert well(notebook.run(source)).endswith("2.0")
+    notebook.well("import os, shutil\nfrom datasets import Dataset\nrows = Dataset.from_dict({'a': [1]})")
+    notebook.well("%%rank0\nrows.save_to_disk('rows')")
+    assert notebook.well(source).endswith("2.0")
 
 
 def test_login_is_done_once(notebook: NotebookRun) -> None:
@@ -334,17 +327,17 @@ hub.interpreter_login.__wrapped__.__code__ = interpreter_login.__code__
 hub.interpreter_login()
 total(1)
 """
-    assert well(notebook.run("%ranks on")) == ""
-    result = well(notebook.run(source))
-    well(notebook.run("%ranks off"))
+    assert notebook.well("%ranks on") == ""
+    result = notebook.well(source)
+    notebook.well("%ranks off")
     assert "login of 0" in result
     assert "[rank1] Out" in result
     assert "login of 1" not in result
 
 
 def test_a_cell_needs_no_folder_of_logs(notebook: NotebookRun) -> None:
-    well(notebook.run(f"!rm -rf {notebook.folder}/own_logs"))
-    assert well(notebook.run("%ranks on\ntotal(1)")) == "2.0"
+    notebook.well(f"!rm -rf {notebook.folder}/own_logs")
+    assert notebook.well("%ranks on\ntotal(1)") == "2.0"
 
 
 def test_a_breakpoint_stops_rank_0_and_the_others_wait(notebook: NotebookRun) -> None:
@@ -365,17 +358,17 @@ def test_a_breakpoint_stops_rank_0_and_the_others_wait(notebook: NotebookRun) ->
         if points:
             stopped = notebook.wait_for_event("stopped")
             debug("continue", {"threadId": stopped["threadId"]})
-        assert well(notebook.finish(message)) == "2.0"
+        assert notebook.finish(message).well() == "2.0"
     debug("disconnect", {"restart": False, "terminateDebuggee": False})
-    assert well(notebook.run("total(1)")) == "2.0"
+    assert notebook.well("total(1)") == "2.0"
 
 
 def test_a_reset_of_the_names_leaves_the_ranks_together(notebook: NotebookRun) -> None:
-    well(notebook.run("import builtins; builtins.kept = dict(globals())"))
-    well(notebook.run("%reset -f"))
-    assert well(notebook.run("import builtins\n'total' in globals()")) == "False"
-    well(notebook.run("globals().update((n, v) for n, v in builtins.kept.items() if not n.startswith('_'))"))
-    assert well(notebook.run("ump.enable_multi_gpu(num_gpus=2, log_dir='own_logs')\ntotal(1)")) == "2.0"
+    notebook.well("import builtins; builtins.kept = dict(globals())")
+    notebook.well("%reset -f")
+    assert notebook.well("import builtins\n'total' in globals()") == "False"
+    notebook.well("globals().update((n, v) for n, v in builtins.kept.items() if not n.startswith('_'))")
+    assert notebook.well("ump.enable_multi_gpu(num_gpus=2, log_dir='own_logs')\ntotal(1)") == "2.0"
 
 
 def test_disabling_leaves_no_trace(notebook: NotebookRun) -> None:
@@ -390,7 +383,7 @@ print(shell.custom_exceptions, {"rank", "ranks"} & set(shell.magics_manager.magi
 print([f for found in shell.events.callbacks.values() for f in found if "unsloth" in f.__module__])
 print(builtins.input.__module__, getpass.getpass.__module__)
 """
-    assert well(notebook.run(source)).splitlines() == [
+    assert notebook.well(source).splitlines() == [
         "[]",
         "False True",
         "() set()",

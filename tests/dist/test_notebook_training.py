@@ -12,6 +12,7 @@ from tests.helpers.notebook import NotebookRun
 from tests.helpers.run import ROOT, hide, run_well
 from tests.helpers.tiny import build_tiny
 
+SCRIPTS = Path(__file__).parent / "scripts"
 LIBRARIES = hide("scipy", "sklearn", "torchao")
 ENABLE = """
 import unsloth_multigpu as ump
@@ -21,25 +22,21 @@ ump.enable_multi_gpu(num_gpus=2, balance="off", verify_every=1)
 TRAINING = """
 import hashlib, json, os, sys, time
 import torch
-from unsloth import FastLanguageModel
-from datasets import Dataset
+import unsloth
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
-sys.path.insert(0, {root!r})
+sys.path[:0] = {paths!r}
+from common import QUIET
 from examples.tiny_model import topics
+from texts import Texts
 
-model, tokenizer = FastLanguageModel.from_pretrained(
-    {model!r}, max_seq_length=64, load_in_4bit=False, dtype=torch.float32)
-model = FastLanguageModel.get_peft_model(
-    model, r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "up_proj"], random_state=7)
-rows = Dataset.from_dict({{"text": topics(13, max_words=30)}})
+texts = Texts({model!r})
+torch.manual_seed(3)
+model, tokenizer = texts.fast_lora(), texts.tokenizer
 
 def make_trainer(steps):
-    config = SFTConfig(
-        "out", max_length=64, per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=steps,
-        learning_rate=2e-3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, bf16=False,
-        fp16=False, optim="adamw_torch", seed=7)
-    return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+    return texts.sft(model, topics(13, max_words=30), dict(
+        QUIET, output_dir="out", per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=steps,
+        learning_rate=2e-3, bf16=False, fp16=False, optim="adamw_torch", seed=7))
 
 def weights():
     trained = [p.detach() for p in model.parameters() if p.requires_grad]
@@ -85,19 +82,12 @@ print(json.dumps([of_all_ranks(weights()), of_all_ranks(moments(trainer))]))
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookRun]:
     """A kernel in which two ranks have trained."""
     folder = tmp_path_factory.mktemp("notebook")
-    training = TRAINING.format(root=str(ROOT), model=build_tiny(folder / "tiny"))
+    training = TRAINING.format(paths=[str(ROOT), str(SCRIPTS)], model=build_tiny(folder / "tiny"))
     (folder / "script.py").write_text(training)
     with NotebookRun(folder, LIBRARIES) as run:
         for source in (ENABLE, training):
-            cell = run.run(source, timeout_s=150)
-            assert not cell.error, cell.traceback
+            run.well(source, timeout_s=150)
         yield run
-
-
-def _run(notebook: NotebookRun, source: str) -> str:
-    cell = notebook.run(source, timeout_s=60)
-    assert not cell.error, cell.traceback
-    return cell.text
 
 
 def _last_json(text: str) -> list[list[str]]:
@@ -116,17 +106,14 @@ def test_training_is_that_of_one_process(notebook: NotebookRun, tmp_path: Path) 
 def test_a_new_trainer_goes_on_with_rank_0s_weights_where_stop_cut_between_two_ranks_steps(
     notebook: NotebookRun,
 ) -> None:
-    (zero, one), (zeros_moments, ones_moments) = _last_json(_run(notebook, RANKS))
+    (zero, one), (zeros_moments, ones_moments) = _last_json(notebook.well(RANKS))
     assert zero == one
     assert zeros_moments == ones_moments
 
-    _run(notebook, "second = make_trainer(3); second.add_callback(BetweenTwoSteps())")
-    message = notebook.begin("second.train()")
-    notebook.wait_for_text("rank 0 is a step ahead")
-    notebook.interrupt()
-    assert notebook.finish(message).error == "KeyboardInterrupt"
+    notebook.well("second = make_trainer(3); second.add_callback(BetweenTwoSteps())")
+    assert notebook.stop("second.train()", "rank 0 is a step ahead").error == "KeyboardInterrupt"
     seen, now = _last_json(
-        _run(notebook, "print(json.dumps([of_all_ranks(x) for x in (BetweenTwoSteps.seen, weights())]))")
+        notebook.well("print(json.dumps([of_all_ranks(x) for x in (BetweenTwoSteps.seen, weights())]))")
     )
     assert seen[0] != seen[1], "the ranks were a step apart"
     assert now == [seen[0], seen[0]], "all have the weights that are in the kernel"
@@ -134,21 +121,21 @@ def test_a_new_trainer_goes_on_with_rank_0s_weights_where_stop_cut_between_two_r
     refused = notebook.run("second.remove_callback(BetweenTwoSteps); second.train()")
     assert (refused.error, "Make a new Trainer" in refused.value) == ("SetupError", True)
     # Replicas are compared after every step.
-    _run(notebook, "third = make_trainer(2); third.train()")
+    notebook.well("third = make_trainer(2); third.train()")
     now, moments = _last_json(
-        _run(notebook, "print(json.dumps([of_all_ranks(x) for x in (weights(), moments(third))]))")
+        notebook.well("print(json.dumps([of_all_ranks(x) for x in (weights(), moments(third))]))")
     )
     assert now[0] == now[1] != seen[0]
     assert moments[0] == moments[1]
-    report = _run(notebook, "print(ump.get_multi_gpu_status().report.summary(), ump.get_multi_gpu_status().launcher)")
+    report = notebook.well("print(ump.get_multi_gpu_status().report.summary(), ump.get_multi_gpu_status().launcher)")
     assert report.startswith("trained 2 steps")
     assert "notebook" in report
 
 
 def test_a_mistake_of_all_ranks_breaks_nothing_unless_it_cuts_a_training_off(notebook: NotebookRun) -> None:
-    _run(notebook, "group = dist.group.WORLD")
-    assert notebook.run("no_such_name", timeout_s=60).error == "NameError"
-    assert _run(notebook, "print(dist.group.WORLD is group)").strip() == "True"
+    notebook.well("group = dist.group.WORLD")
+    assert notebook.run("no_such_name").error == "NameError"
+    assert notebook.well("print(dist.group.WORLD is group)") == "True"
     source = """
 class Fails(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
@@ -158,9 +145,9 @@ fourth = make_trainer(2)
 fourth.add_callback(Fails())
 fourth.train()
 """
-    assert notebook.run(source, timeout_s=60).error == "ArithmeticError"
-    assert _run(notebook, "print(dist.group.WORLD is group)").strip() == "False"
-    _run(notebook, "third = make_trainer(2); third.train()")
+    assert notebook.run(source).error == "ArithmeticError"
+    assert notebook.well("print(dist.group.WORLD is group)") == "False"
+    notebook.well("third = make_trainer(2); third.train()")
 
 
 def test_save_and_evaluation_in_a_cell(notebook: NotebookRun) -> None:
@@ -170,7 +157,7 @@ listed = of_all_ranks(sorted(os.listdir("adapter")))
 losses = of_all_ranks(third.evaluate(third.train_dataset)["eval_loss"])
 print(json.dumps([listed, losses]))
 """
-    listed, losses = _last_json(_run(notebook, source))
+    listed, losses = _last_json(notebook.well(source))
     assert "adapter_model.safetensors" in listed[0]
     assert listed[0] == listed[1]
     assert losses[0] == losses[1]
@@ -178,7 +165,7 @@ print(json.dumps([listed, losses]))
     cell = notebook.run("if dist.get_rank() == 1: model.save_pretrained('alone')")
     assert cell.error == "DistributedError"
     assert "rank 0 has left the script or the cell" in cell.value
-    assert "adapter_model" in _run(notebook, "model.save_pretrained('again'); print(os.listdir('again'))")
+    assert "adapter_model" in notebook.well("model.save_pretrained('again'); print(os.listdir('again'))")
 
 
 def test_kernel_is_alone_after_disabling(notebook: NotebookRun) -> None:
@@ -189,7 +176,7 @@ left = [n for n in os.environ if n.startswith(("RANK", "LOCAL_", "WORLD_", "MAST
 from accelerate.state import PartialState
 print(json.dumps([left, dist.is_initialized(), PartialState().num_processes]))
 """
-    left, is_initialized, num_processes = _last_json(_run(notebook, source))
+    left, is_initialized, num_processes = _last_json(notebook.well(source))
     assert left == []
     assert not is_initialized
     assert num_processes == 1
@@ -209,7 +196,7 @@ tokens = model.generate(**ids, max_new_tokens=3, min_new_tokens=3)
 print(json.dumps([before, loss, weights(), new.args.world_size, len(tokens[0]) - len(ids["input_ids"][0]),
     sorted(os.listdir("at_the_end")), third.state.global_step, type(third.model_wrapped).__name__]))
 """
-    text = _run(notebook, source)
+    text = notebook.well(source)
     before, loss, after, world_size, num_tokens, files, step, wrapped = _last_json(text)
     assert "Make a new Trainer" in text
     assert before != after

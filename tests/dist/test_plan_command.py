@@ -11,7 +11,9 @@ from transformers import LlamaConfig
 from tests.helpers.run import PLAIN, Finished, hide, run_command
 
 SCRIPT = [str(Path(__file__).parent / "scripts" / "plan_me.py"), "model"]
-LAYERS, HIDDEN, INNER, VOCABULARY = 2, 64, 176, 1000
+LAYERS, HIDDEN, INNER = 2, 64, 176
+SIZES = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": 1000}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 # Of a layer: inputs and outputs of its matrices; of all layers, the elements of these.
 FEATURES = [HIDDEN + HIDDEN] * 2 + [HIDDEN + HIDDEN // 2] * 2 + [HIDDEN + INNER] * 3
 LINEAR = LAYERS * (3 * HIDDEN**2 + 3 * HIDDEN * INNER)
@@ -20,17 +22,7 @@ QUANTISED = hide("datasets", "rich", "scipy", "sklearn", "torchao", "triton")
 
 
 def plan(folder: Path, program: list[str], *options: str, **variables: str) -> Finished:
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    )
+    config = LlamaConfig(**SIZES, **HEADS, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(folder / "model")
     run = run_command("plan", *options, *program, folder=folder, env={**PLAIN, **variables})
     assert "the script has gone on" not in run.out

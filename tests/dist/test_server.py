@@ -52,9 +52,7 @@ def assert_nothing_left(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    build_tiny(path)
-    return path
+    return build_tiny(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_ranks_train_on_what_the_server_draws_with_their_weights_and_a_signal_ends_it_behind_them(tmp_path, model):

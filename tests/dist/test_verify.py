@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, finish, orphans, run_command, start, wait_until
+from tests.helpers.run import BARE, Finished, finish, orphans, run_command, start, wait_until
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.step.comparison import times_in_words
 from unsloth_multigpu.tools.verify.receipt import show
@@ -19,12 +19,14 @@ from unsloth_multigpu.tools.verify.receipt import show
 SCRIPT = Path(__file__).parent / "scripts" / "verify_me.py"
 
 
-def verify(folder: Path, *arguments: object):
-    """Runs it in a folder of its own, with temporary files beside it."""
+def verify(folder: Path, *arguments: object, code: int = 77) -> Finished:
+    """Runs it in a folder of its own, with temporary files beside it, and to this exit code."""
     if not (folder / "train.py").exists():
         shutil.copy(SCRIPT, folder / "train.py")
     shutil.copy(SCRIPT.with_name("tiny_llama.py"), folder)
-    return run_command("verify", *arguments, folder=folder, env=BARE)
+    run = run_command("verify", *arguments, folder=folder, env=BARE)
+    assert run.code == code, run.err
+    return run
 
 
 def shown(receipt: dict) -> str:
@@ -48,8 +50,7 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     # The third step ends an epoch with one sample for all ranks; the others compute a filler.
     # Beside the weights, such updates are small.
     options = ["--json", "--steps", 4, "--no-dropout", "--num-gpus", 2]
-    run = verify(tmp_path, *options, "train.py", "--dropout", "0.3", "--lr", 1e-5)
-    assert run.code == 0, run.err
+    run = verify(tmp_path, *options, "train.py", "--dropout", "0.3", "--lr", 1e-5, code=0)
     found = json.loads(run.out)
     assert "One process and 2 ranks agree over 4 steps." in shown(found)
     assert found["agree"] is True
@@ -68,16 +69,13 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     assert ranks_s == pytest.approx(statistics.median(each["dealt_s"] for each in compared))
     assert times_in_words(one_s, ranks_s, 2) in shown(found)
     # On the screen is what verify does, and not what the script prints.
-    assert [line.split(" took ")[0] for line in run.err.splitlines()] == [
-        "verify: 4 steps on one process",
-        "verify: 4 steps on 2 ranks",
-    ]
+    said = [line.split(" took ")[0] for line in run.err.splitlines()]
+    assert said == ["verify: 4 steps on one process", "verify: 4 steps on 2 ranks"]
 
 
 @pytest.mark.slow
 def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
     run = verify(tmp_path, "--steps", 2, "--json", "train.py", "--fault", "scaled")
-    assert run.code == 77, run.err
     found = json.loads(run.out)
     assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: gradient norm" in shown(found)
     assert "Look for code in the script that depends on the rank" in shown(found)
@@ -92,7 +90,6 @@ def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
 @pytest.mark.slow
 def test_loss_that_ranks_cannot_share_is_found_from_the_same_weights(tmp_path):
     run = verify(tmp_path, "--json", "--steps", 2, "train.py", "--fault", "counter", "--dropout", "0.3")
-    assert run.code == 77, run.err
     draws = "dropout: draws random numbers, which differ between ranks and one process. To avoid it: --no-dropout"
     found = json.loads(run.out)
     assert draws in shown(found)
@@ -109,24 +106,20 @@ def test_rank_with_other_weights_is_found_whatever_the_script_says(tmp_path):
     line += "from unsloth_multigpu import enable_multi_gpu\nenable_multi_gpu(verify_every=0)\n"
     (tmp_path / "train.py").write_text(line + SCRIPT.read_text())
     run = verify(tmp_path, "--steps", 2, "train.py", "--fault", "one_rank")
-    assert run.code == 77, run.err
     assert "DivergenceError" in run.err
     assert "verify: 2 steps on 2 ranks ended with exit code 77." in run.err
 
 
 def test_script_that_trains_nothing_is_told_so(tmp_path):
-    run = verify(tmp_path, "train.py", "--fault", "no_training")
-    assert run.code == 69
-    assert (
-        "error: train.py --fault no_training ended without a training that verify could record. The end of " in run.err
-    )
+    run = verify(tmp_path, "train.py", "--fault", "no_training", code=69)
+    said = "error: train.py --fault no_training ended without a training that verify could record. The end of "
+    assert said in run.err
     assert "Hint: It must call train()" in run.err
 
 
 def test_exit_code_of_the_script_is_passed_on(tmp_path):
     (tmp_path / "train.py").write_text("import sys\nprint('words')\nsys.exit(3)\n")
-    run = verify(tmp_path, "train.py")
-    assert run.code == 3
+    run = verify(tmp_path, "train.py", code=3)
     assert "words\n" in run.err
     assert run.err.endswith("verify: 5 steps on one process ended with exit code 3.\n")
     assert run.out == ""
@@ -135,15 +128,13 @@ def test_exit_code_of_the_script_is_passed_on(tmp_path):
 @pytest.mark.thorough
 def test_stuck_and_stopped_runs_are_ended(tmp_path):
     (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
-    run = verify(tmp_path, "--timeout-s", 5, "train.py")
-    assert run.code == 124
+    run = verify(tmp_path, "--timeout-s", 5, "train.py", code=124)
     assert "did not reach its end within timeout_s=5 seconds" in run.err
     assert "The end of its output:\n" in run.err
     # By SIGTERM, which the whole run must hear of.
     (tmp_path / "train.py").write_text("import time\nopen('here', 'w').close()\ntime.sleep(600)\n")
-    process = start(
-        ["-m", "unsloth_multigpu.cli.main", "verify", "train.py"], tmp_path, {"TMPDIR": str(tmp_path / "scratch")}
-    )
+    command = ["-m", "unsloth_multigpu.cli.main", "verify", "train.py"]
+    process = start(command, tmp_path, {"TMPDIR": str(tmp_path / "scratch")})
     wait_until((tmp_path / "here").exists, 60, "the script")
     process.send_signal(signal.SIGTERM)
     assert finish(process).code == 128 + signal.SIGTERM

@@ -21,10 +21,8 @@ ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
     # vLLM's attention on the CPU has heads of 32 at least.
-    build_tiny(path, hidden_size=128)
-    return path
+    return build_tiny(tmp_path_factory.mktemp("model") / "tiny", hidden_size=128)
 
 
 def train(folder, model, num_ranks, *options):

@@ -8,8 +8,8 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class CellResult:
         error: Name of the exception that its reply names; "" = it ended well.
         value: The message of that exception.
         traceback: What was shown of exceptions, without colours; one entry for each that was shown.
-        seconds: From the request to the kernel's reply.
+        seconds: From the request, or from Stop, to the kernel's reply.
     """
 
     text: str
@@ -41,6 +41,11 @@ class CellResult:
     value: str
     traceback: tuple[str, ...]
     seconds: float
+
+    def well(self) -> str:
+        """Its text, after a good end."""
+        assert (self.error, self.traceback) == ("", ()), self
+        return self.text.replace("\r\n", "\n").strip()
 
 
 class NotebookRun:
@@ -59,8 +64,8 @@ class NotebookRun:
         for channel in ("shell", "iopub", "stdin", "hb", "control"):
             setattr(self._manager, f"{channel}_port", free_port())
         self._manager.start_kernel(cwd=str(folder), env=own)
-        # What has come for other requests than the one that was waited for.
-        self._kept: list[tuple[Any, dict[str, Any]]] = []
+        # By channel: what has come for other requests than the one that was waited for.
+        self._kept: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         self.client = self._manager.client()
         self.client.start_channels()
         try:
@@ -76,60 +81,52 @@ class NotebookRun:
         assert pid is not None
         return pid
 
-    def run(self, source: str, timeout_s: float = 60.0) -> CellResult:
-        """Runs one cell and waits for its end."""
-        return self.finish(self.begin(source), timeout_s)
+    def run(self, source: str, timeout_s: float = 120.0, **how: Any) -> CellResult:
+        """Runs one cell and waits for its end; `how` as in `begin`."""
+        return self.finish(self.begin(source, **how), timeout_s)
 
-    def begin(self, source: str) -> str:
-        """Begins one cell; give what it returns to `finish`."""
-        # Front ends name the cell.
-        return self._execute(source, store_history=True, metadata={"cellId": uuid.uuid4().hex})
+    def well(self, source: str, **how: Any) -> str:
+        """What a cell gives that has to end well."""
+        return self.run(source, **how).well()
 
-    def hidden(self, source: str, timeout_s: float = 60.0) -> CellResult:
+    def stop(self, source: str, at: str = "go", press: Callable[[NotebookRun], None] | None = None) -> CellResult:
+        """Runs one cell until it has printed `at`, and presses Stop, from which its seconds count."""
+        message_id = self.begin(source)
+        self.wait_for_text(at)
+        self._begin_s = time.monotonic()
+        (press or NotebookRun.interrupt)(self)
+        return self.finish(message_id, 400.0)
+
+    def hidden(self, source: str) -> CellResult:
         """Runs code of a front end's own, which is no cell."""
-        return self.finish(self.begin_hidden(source), timeout_s)
+        return self.run(source, store_history=False)
 
-    def silent(self, source: str, timeout_s: float = 60.0) -> CellResult:
-        """Runs code as `client.execute(source, silent=True)` does, which is no cell either."""
-        return self.finish(self._execute(source, store_history=True, silent=True), timeout_s)
-
-    def begin_hidden(self, source: str, subshell: str | None = None) -> str:
-        """Begins code of a front end's own, in a subshell where one is named; give what it returns to `finish`."""
-        return self._execute(source, store_history=False, header={"subshell_id": subshell} if subshell else {})
-
-    def _execute(
-        self,
-        source: str,
-        *,
-        store_history: bool,
-        silent: bool = False,
-        metadata: Mapping[str, Any] | None = None,
-        header: Mapping[str, Any] | None = None,
-    ) -> str:
-        content = {"code": source, "silent": silent, "store_history": store_history, "user_expressions": {}}
+    def begin(self, source: str, subshell: str | None = None, **how: Any) -> str:
+        """Begins one cell, or code that is none by `store_history=False` or `silent=True`, in a subshell where one is
+        named; give what it returns to `finish`."""
+        content = {"code": source, "silent": False, "store_history": True, "user_expressions": {}, **how}
         content |= {"allow_stdin": True, "stop_on_error": False}
-        message = self.client.session.msg("execute_request", content, metadata=dict(metadata or {}))
-        message["header"].update(header or {})
+        # Front ends name the cell.
+        metadata = {} if how else {"cellId": uuid.uuid4().hex}
+        message = self.client.session.msg("execute_request", content, metadata=metadata)
+        message["header"] |= {"subshell_id": subshell} if subshell else {}
         self._begin_s = time.monotonic()
         self.client.shell_channel.send(message)
         return message["header"]["msg_id"]
 
-    def control(self, kind: str, content: Mapping[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
+    def control(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Sends a request that a kernel takes while a cell runs, and returns the reply's content."""
         message = self.client.session.msg(kind, dict(content))
         self.client.control_channel.send(message)
-        return self._next(self.client.get_control_msg, message["header"]["msg_id"], time.monotonic() + timeout_s, [])[1]
+        return self._answer("control", message["header"]["msg_id"], time.monotonic() + 30)["content"]
 
-    def finish(self, message_id: str, timeout_s: float = 60.0) -> CellResult:
+    def finish(self, message_id: str, timeout_s: float = 120.0) -> CellResult:
         """Waits for the end of a cell. One that does not come is a failure, and not a hang of the test."""
         deadline_s = self._begin_s + timeout_s
         outputs: list[tuple[str, dict[str, Any]]] = []
-        while True:
-            kind, content = self._next(self.client.get_iopub_msg, message_id, deadline_s, outputs)
-            if kind == "status" and content["execution_state"] == "idle":
-                break
-            outputs.append((kind, content))
-        _, reply = self._next(self.client.get_shell_msg, message_id, deadline_s, outputs)
+        while (message := self._answer("iopub", message_id, deadline_s))["content"].get("execution_state") != "idle":
+            outputs.append((message["msg_type"], message["content"]))
+        reply = self._answer("shell", message_id, deadline_s)["content"]
         return CellResult(
             text=_plain("".join(_text_of(kind, content) for kind, content in outputs)),
             error=reply.get("ename", ""),
@@ -138,49 +135,42 @@ class NotebookRun:
             seconds=time.monotonic() - self._begin_s,
         )
 
-    def reply(self, message_id: str, timeout_s: float = 30.0) -> dict[str, Any]:
+    def reply(self, message_id: str) -> dict[str, Any]:
         """Waits for the reply to a request that is no code, such as one for completions."""
-        return self._next(self.client.get_shell_msg, message_id, time.monotonic() + timeout_s, [])[1]
+        return self._answer("shell", message_id, time.monotonic() + 30)["content"]
 
-    def wait_for_event(self, name: str, timeout_s: float = 30.0) -> dict[str, Any]:
+    def wait_for_event(self, name: str) -> dict[str, Any]:
         """Waits for an event of the debugger, and returns what it says."""
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            with suppress(queue.Empty):
-                message = self.client.get_iopub_msg(timeout=_LOOK_S)
-                if message["msg_type"] == "debug_event" and message["content"]["event"] == name:
-                    return message["content"].get("body", {})
-                self._kept.append((self.client.get_iopub_msg, message))
-        raise AssertionError(f"no event {name!r} within {timeout_s:g} s")
+        found = self._wait("iopub", lambda m: m["content"].get("event") == name, time.monotonic() + 30)
+        return found["content"].get("body", {})
 
-    def _next(self, get: Any, message_id: str, deadline_s: float, outputs: list[Any]) -> tuple[str, dict[str, Any]]:
-        for place, (channel, message) in enumerate(self._kept):
-            if channel == get and message["parent_header"].get("msg_id") == message_id:
-                del self._kept[place]
-                return message["msg_type"], message["content"]
+    def wait_for_text(self, text: str) -> None:
+        """Waits until a cell that runs has printed `text` at once, which is not in its result then."""
+
+        def is_wanted(message: dict[str, Any]) -> bool:
+            return message["msg_type"] == "error" or text in _text_of(message["msg_type"], message["content"])
+
+        message = self._wait("iopub", is_wanted, time.monotonic() + 300)
+        assert message["msg_type"] != "error", message["content"]
+
+    def _answer(self, channel: str, message_id: str, deadline_s: float) -> dict[str, Any]:
+        return self._wait(channel, lambda m: m["parent_header"].get("msg_id") == message_id, deadline_s)
+
+    def _wait(self, channel: str, is_wanted: Callable[[dict[str, Any]], bool], deadline_s: float) -> dict[str, Any]:
+        """The first message of one channel that is wanted; others are kept."""
+        get, kept = getattr(self.client, f"get_{channel}_msg"), self._kept[channel]
+        for place, message in enumerate(kept):
+            if is_wanted(message):
+                return kept.pop(place)
         while True:
             try:
-                message = get(timeout=_LOOK_S)
+                kept.append(get(timeout=_LOOK_S))
             except queue.Empty:
-                assert self._manager.is_alive(), f"the kernel has ended\n{outputs}"
-                assert time.monotonic() < deadline_s, f"no end of the cell in time\n{outputs}"
+                assert self._manager.is_alive(), f"the kernel has ended\n{kept}"
+                assert time.monotonic() < deadline_s, f"nothing in time\n{kept}"
                 continue
-            if message["parent_header"].get("msg_id") == message_id:
-                return message["msg_type"], message["content"]
-            self._kept.append((get, message))
-
-    def wait_for_text(self, text: str, timeout_s: float = 60.0) -> None:
-        """Waits until a cell that runs has printed `text`. What it printed so far is not in its result then."""
-        deadline_s, seen = time.monotonic() + timeout_s, ""
-        while text not in seen:
-            assert time.monotonic() < deadline_s, f"{text!r} did not come: {seen!r}"
-            try:
-                message = self.client.get_iopub_msg(timeout=_LOOK_S)
-            except queue.Empty:
-                assert self._manager.is_alive(), f"the kernel has ended: {seen!r}"
-                continue
-            assert message["msg_type"] != "error", message["content"]
-            seen += _text_of(message["msg_type"], message["content"])
+            if is_wanted(kept[-1]):
+                return kept.pop()
 
     def interrupt(self) -> None:
         """Stop, as the front end's button."""

@@ -204,6 +204,16 @@ def new_classifier(folder, num_labels, tokenizer):
     return model
 
 
+def new_drawing(trainer_class, folder, config, prompts, reward, **more):
+    """A Trainer of TRL that draws completions, with the model and the tokenizer in `folder`."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    more |= {"model": AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), "args": config}
+    more |= {"train_dataset": Dataset.from_dict({"prompt": prompts}), "reward_funcs": reward}
+    return trainer_class(processing_class=AutoTokenizer.from_pretrained(folder), **more)
+
+
 def logged(trainer, *names):
     """Name -> what was logged under it after each step, the gradient norm among it."""
     steps = [line for line in trainer.state.log_history if "grad_norm" in line]

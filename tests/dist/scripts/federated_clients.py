@@ -45,16 +45,20 @@ def build_lora():
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "down_proj"]))
 
 
-def train_lora(model, client):
-    ids = tokens(client.client_id)
+def descended(model, client, num_rows, batch_size, loss_of):
+    """What a client says of its training; `loss_of` takes the places of rows."""
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=client.config["lr"])
     for _ in range(client.config["steps"]):
-        rows = torch.randperm(len(ids))[:4]
         optimizer.zero_grad()
-        loss = model(input_ids=ids[rows], labels=ids[rows]).loss
+        loss = loss_of(torch.randperm(num_rows)[:batch_size])
         loss.backward()
         optimizer.step()
-    return len(ids), {"loss": loss.item()}
+    return num_rows, {"loss": loss.item()}
+
+
+def train_lora(model, client):
+    ids = tokens(client.client_id)
+    return descended(model, client, len(ids), 4, lambda rows: model(input_ids=ids[rows], labels=ids[rows]).loss)
 
 
 def tokens(client_id):
@@ -74,33 +78,21 @@ def train(model, client):
     # How long a client takes has nothing to do with its number or its result.
     for _ in range(random.SystemRandom().randrange(20)):
         torch.ones(100, 100) @ torch.ones(100, 100)
-    x, y = samples(client.client_id)
-    optimizer = torch.optim.SGD(model.parameters(), lr=client.config["lr"])
-    for _ in range(client.config["steps"]):
-        rows = torch.randperm(len(x))[:8]
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x[rows].to(client.device)), y[rows].to(client.device))
-        loss.backward()
-        optimizer.step()
-    return len(x), {"loss": loss.item()}
+    x, y = (values.to(client.device) for values in samples(client.client_id))
+    return descended(model, client, len(x), 8, lambda rows: nn.functional.cross_entropy(model(x[rows]), y[rows]))
 
 
 def evaluate(model, client):
     x, y = samples(client.client_id)
     with torch.no_grad():
         logits = model(x)
-    return (
-        nn.functional.cross_entropy(logits, y).item(),
-        len(x),
-        {"right": (logits.argmax(1) == y).float().mean().item()},
-    )
+    metrics = {"right": (logits.argmax(1) == y).float().mean().item()}
+    return nn.functional.cross_entropy(logits, y).item(), len(x), metrics
 
 
 def make_server(strategy="fedavg", **options):
-    functions = {"train_fn": train, "evaluate_fn": evaluate}
-    return ump.create_multigpu_flower_server(
-        "clients", build, strategy=strategy, **functions, **{"num_gpus": 2, **options}
-    )
+    options = {"train_fn": train, "evaluate_fn": evaluate, "num_gpus": 2, **options}
+    return ump.create_multigpu_flower_server("clients", build, strategy=strategy, **options)
 
 
 if __name__ == "__main__":

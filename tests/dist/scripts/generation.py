@@ -20,9 +20,7 @@ if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import torch
-from common import SGD, LogProbsInTorch, arguments, logged, write_outcome
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from common import SGD, LogProbsInTorch, arguments, logged, new_drawing, write_outcome
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from unsloth_multigpu.group.shards import whole_of
@@ -33,7 +31,6 @@ from tests.helpers.cpu_fsdp import allow_cpu_ranks
 
 allow_cpu_ranks()
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-tokenizer = AutoTokenizer.from_pretrained(model)
 GROUP = 3
 OPTIONS = {
     "": {},
@@ -153,6 +150,10 @@ def rebuilt_from(config, batch, accumulation):
     return again
 
 
+def reward(completion_ids, **_):
+    return [float(sum(ids) % 17) for ids in completion_ids]
+
+
 def run(job):
     what, _, option = job.partition("@")
     kind, shape, loss, *more = what.split(":")
@@ -172,15 +173,8 @@ def run(job):
     )
     if loss != "bnpo":  # It is warned of where arguments are made.
         config = rebuilt_from(config, batch, accumulation)
-    trainer = trainer_class(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        args=config,
-        train_dataset=Dataset.from_dict(
-            {"prompt": [f"{word} {word[::-1]}" for word in ["abcd"[i % 4] * i for i in range(1, 17)]]}
-        ),
-        reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 17) for ids in completion_ids],
-        processing_class=tokenizer,
-    )
+    prompts = [f"{word} {word[::-1]}" for word in ["abcd"[i % 4] * i for i in range(1, 17)]]
+    trainer = new_drawing(trainer_class, model, config, prompts, reward)
     trainer.shapes = []
     taken = without_the_first(completions._taken) if kind == "lost" else completions._taken
     with unittest.mock.patch.object(completions, "_taken", taken):

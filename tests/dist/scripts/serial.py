@@ -13,11 +13,6 @@ from pathlib import Path
 import unsloth_multigpu as ump
 
 model_folder, out = sys.argv[1], Path(sys.argv[2])
-log = []
-keep = logging.Handler()
-keep.emit = lambda record: log.append(record.getMessage())
-logging.getLogger("unsloth_multigpu").setLevel("INFO")
-logging.getLogger("unsloth_multigpu").addHandler(keep)
 
 
 def enable(**options):
@@ -29,15 +24,19 @@ enable()  # First, as in a user's script.
 
 import torch
 import unsloth  # noqa: F401
-from common import QUIET, logged
+from common import QUIET, Said, logged
 from texts import Texts
 from transformers import TrainerCallback
 
 from unsloth_multigpu.errors import SetupError
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
-from tiny_model import topics
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+from tests.helpers.outcome import distance
+from tests.helpers.tiny import topics
 
+said = Said()
+logging.getLogger("unsloth_multigpu").setLevel("INFO")
+logging.getLogger("unsloth_multigpu").addHandler(said)
 texts = Texts(model_folder)
 TEXTS = topics(13, max_words=30)  # Micro-batches of 5, 5 and 3 rows: steps of two and of one.
 COMMON = {
@@ -57,18 +56,6 @@ COMMON = {
 }
 
 
-def full(model=None, **options):
-    return texts.plain(model or texts.causal_lm(), TEXTS, {**COMMON, **options})
-
-
-def lora():
-    return full(texts.lora())
-
-
-def sft_lora():
-    return texts.sft(texts.fast_lora(), TEXTS, COMMON)
-
-
 class Alternating(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         model.score.requires_grad_(state.global_step % 2 == 0)
@@ -83,20 +70,32 @@ def classifier():
     return trainer
 
 
-def dpo():
-    return texts.dpo(texts.lora(), TEXTS, COMMON)
-
-
 def bound():
     """Its forward is bound to this very model."""
     model = texts.causal_lm()
     forward = model.forward
     model.forward = functools.partial(lambda *args, **inputs: forward(*args, **inputs))
-    return full(model, remove_unused_columns=False)  # Its signature is hidden.
+    # Its signature is hidden.
+    return texts.plain(model, TEXTS, {**COMMON, "remove_unused_columns": False})
 
 
-def schedule_free():
-    return full(optim="schedule_free_adamw")
+def hooked():
+    model = texts.causal_lm()
+    next(model.parameters()).register_hook(print)
+    return texts.plain(model, TEXTS, COMMON)
+
+
+KINDS = {
+    "lora": lambda: texts.plain(texts.lora(), TEXTS, COMMON),
+    "sft_lora": lambda: texts.sft(texts.fast_lora(), TEXTS, COMMON),
+    "classifier": classifier,
+    "bound": bound,
+}
+REFUSED = {
+    "dpo": lambda: texts.dpo(texts.lora(), TEXTS, COMMON),
+    "schedule_free": lambda: texts.plain(texts.causal_lm(), TEXTS, {**COMMON, "optim": "schedule_free_adamw"}),
+    "hooked": hooked,
+}
 
 
 def train(trainer):
@@ -105,7 +104,7 @@ def train(trainer):
     trainer.train()
     return {
         **logged(trainer, "loss", "grad_norm"),
-        "weights": {n: p.detach().double() for n, p in trainer.model.named_parameters() if p.requires_grad},
+        "weights": {n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad},
         "left": sorted({"training_step", "compute_loss"} & (set(vars(trainer)) - own)),
         "callbacks": sorted(type(c).__name__ for c in trainer.callback_handler.callbacks),
     }
@@ -117,10 +116,6 @@ def built(build):
     return build()
 
 
-def norm(weights):
-    return float(sum((w**2).sum() for w in weights)) ** 0.5
-
-
 def compare(build):
     """The same training on two replicas, and without the line."""
     enable()
@@ -128,8 +123,7 @@ def compare(build):
     report = ump.get_multi_gpu_status().report
     ump.disable_multi_gpu()
     one = train(built(build))
-    weights, others = one.pop("weights"), legacy.pop("weights")
-    apart = norm(w - others[n] for n, w in weights.items()) / norm(weights.values())
+    apart = distance(one.pop("weights"), legacy.pop("weights"))
     return {"one": one, "legacy": legacy, "apart": apart, "report": vars(report.ranks[0])}
 
 
@@ -142,13 +136,7 @@ def refusal(build):
         return str(error)
 
 
-def hooked():
-    trainer = full()
-    next(trainer.model.parameters()).register_hook(print)
-    return trainer
-
-
-results = {build.__name__: compare(build) for build in (lora, sft_lora, classifier, bound)}
-results["refused"] = {build.__name__: refusal(build) for build in (dpo, schedule_free, hooked)}
-out.mkdir(parents=True, exist_ok=True)
-(out / "results.json").write_text(json.dumps({**results, "log": log}))
+results = {kind: compare(build) for kind, build in KINDS.items()}
+results["refused"] = {kind: refusal(build) for kind, build in REFUSED.items()}
+results["log"] = [text for _, text in said.records]
+(out / "results.json").write_text(json.dumps(results))

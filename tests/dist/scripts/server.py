@@ -16,11 +16,9 @@ is_served = "UNSLOTH_MULTIGPU_GENERATORS" in os.environ
 if is_served:
     ump.enable_multi_gpu()
 
-import torch
 import vllm
-from common import SGD, LogProbsInTorch, logged, write_outcome
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from common import SGD, LogProbsInTorch, arguments, logged, new_drawing, write_outcome
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 GROUP = 3
@@ -55,23 +53,14 @@ def reward(completion_ids, **_):
 
 
 server = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
-trainer = (Grpo if is_served else Alone)(
-    model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-    args=GRPOConfig(
-        str(out / "checkpoints"),
-        per_device_train_batch_size=6,
-        gradient_accumulation_steps=2,
-        num_generations=GROUP,
-        max_completion_length=16,
-        max_steps=num_steps,
-        bf16=False,
-        gradient_checkpointing=False,
-        **{**SGD, "learning_rate": 0.1},
-        **(server if is_served else {"use_cpu": True}),
-    ),
-    train_dataset=Dataset.from_dict({"prompt": [f"{'abcd'[i % 4] * i} {i}" for i in range(1, 17)]}),
-    reward_funcs=reward,
-    processing_class=AutoTokenizer.from_pretrained(model),
-    callbacks=[Writes()],
+config = arguments(
+    *(out / "checkpoints", 6, 2, GRPOConfig),
+    num_generations=GROUP,
+    max_completion_length=16,
+    max_steps=num_steps,
+    **{**SGD, "learning_rate": 0.1},
+    **(server if is_served else {"use_cpu": True}),
 )
+prompts = [f"{'abcd'[i % 4] * i} {i}" for i in range(1, 17)]
+trainer = new_drawing(Grpo if is_served else Alone, model, config, prompts, reward, callbacks=[Writes()])
 trainer.train()

@@ -26,17 +26,11 @@ if ENGINE == "unsloth":
     import unsloth  # noqa: F401
 
 import torch
-from common import GradientNorms, move_off_zero
+from common import QUIET, GradientNorms, move_off_zero
 from safetensors.torch import save_file
+from texts import Texts
 from tiny_model import topics
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import TrainerCallback
 
 from tests.helpers.cpu_fsdp import allow_cpu_ranks
 from unsloth_multigpu.group.shards import fsdp_modules, part_of, whole_of
@@ -44,7 +38,7 @@ from unsloth_multigpu.step.passes import StepPasses
 
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
-tokenizer = AutoTokenizer.from_pretrained(model_folder)
+texts = Texts(model_folder)
 BY_SGD = ("asked_scaled", "asked_full", "unsloth_full", "sft_full")
 # Before a kind: what its optimizer is told. Such a large epsilon hides the rounding of small gradients from Adam.
 TOLD = {
@@ -53,10 +47,6 @@ TOLD = {
 }
 # Three ranks share six rows evenly.
 LORA = {"r": 6, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
-
-
-def loaded(**options):
-    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, **options)
 
 
 class ScalesWeights(TrainerCallback):
@@ -80,31 +70,26 @@ def qlora():
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    return with_lora(loaded(quantization_config=config))
-
-
-def unsloth_lm(**options):
-    from unsloth import FastLanguageModel
-
-    options = {"max_seq_length": 128, "load_in_4bit": False, "dtype": torch.float32, **options}
-    return FastLanguageModel.from_pretrained(model_folder, **options)[0]
+    return with_lora(texts.causal_lm(quantization_config=config))
 
 
 def unsloth_lora():
     from unsloth import FastLanguageModel
 
-    return FastLanguageModel.get_peft_model(unsloth_lm(), random_state=7, use_gradient_checkpointing=False, **LORA)
+    return FastLanguageModel.get_peft_model(
+        texts.unsloth_lm(), random_state=7, use_gradient_checkpointing=False, **LORA
+    )
 
 
 MODELS = {
-    "full": loaded,
+    "full": texts.causal_lm,
     # For label smoothing the Trainer asks for the model's class, and a callback changes weights.
-    "scaled": loaded,
-    "lora": lambda: with_lora(loaded()),
+    "scaled": texts.causal_lm,
+    "lora": lambda: with_lora(texts.causal_lm()),
     "qlora": qlora,
-    "sft_full": loaded,
-    "dpo_lora": lambda: with_lora(loaded(), adapters=1),
-    "unsloth_full": lambda: unsloth_lm(full_finetuning=True),
+    "sft_full": texts.causal_lm,
+    "dpo_lora": lambda: with_lora(texts.causal_lm(), adapters=1),
+    "unsloth_full": lambda: texts.unsloth_lm(full_finetuning=True),
     "unsloth_lora": unsloth_lora,
 }
 
@@ -137,37 +122,26 @@ class Uploads:
             shutil.copyfile(path, self._folder / kind / name)
 
 
-def trainer_of(kind, texts, common, folder):
-    if kind.startswith(("unsloth", "sft", "dpo")):
-        from datasets import Dataset
-        from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+def trainer_of(kind, rows, args):
+    model, engine = MODELS[kind.removeprefix("asked_")](), kind.partition("_")[0]
+    if engine == "asked":
+        args["fsdp"] = num_ranks > 1
+    if engine == "dpo":
+        import trl.trainer.utils
 
-        config_class, trainer_class, rows = SFTConfig, SFTTrainer, [{"text": text} for text in texts]
-        if kind.startswith("dpo"):
-            import trl.trainer.utils
+        from tests.helpers.log_probs import LogProbs
 
-            from tests.helpers.log_probs import LogProbs
-            from tests.helpers.tiny import preference_rows
-
-            trl.trainer.utils._ChunkedLogProbFunction = LogProbs  # TRL's own is a kernel for GPUs.
-            config_class, trainer_class, rows = DPOConfig, DPOTrainer, preference_rows(len(texts))
-        options = {"max_length": 64, "bf16": False, "fp16": False, **common}
-        if not kind.startswith("unsloth"):
-            options["gradient_checkpointing"] = False
-        config, data = config_class(folder, **options), Dataset.from_list(rows)
-        return trainer_class(model=MODELS[kind](), args=config, train_dataset=data, processing_class=tokenizer)
-    rows = [tokenizer(text, truncation=True, max_length=64) for text in texts]
-    if kind.startswith("asked_"):
-        kind, common = kind.removeprefix("asked_"), {**common, "fsdp": num_ranks > 1}
-    evaluation = {"eval_strategy": "steps", "eval_steps": 2} if kind in ("full", "scaled") else {}
-    if kind == "scaled":
-        common = {**common, "label_smoothing_factor": 0.1}
-    arguments = TrainingArguments(folder, **evaluation, **common)
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    trainer = Trainer(
-        model=MODELS[kind](), args=arguments, train_dataset=rows, eval_dataset=rows[:5], data_collator=collator
-    )
-    if kind == "scaled":
+        trl.trainer.utils._ChunkedLogProbFunction = LogProbs  # TRL's own is a kernel for GPUs.
+    if engine in ("sft", "dpo"):
+        return getattr(texts, engine)(model, rows, {"bf16": False, "gradient_checkpointing": False, **args})
+    if engine == "unsloth":
+        return texts.sft(model, rows, {"bf16": False, "fp16": False, **args})
+    is_scaled = kind.endswith("scaled")
+    trainer = texts.plain(model, rows, {**args, "label_smoothing_factor": 0.1 if is_scaled else 0.0})
+    if is_scaled or kind.endswith("full"):
+        trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 2
+        trainer.eval_dataset = trainer.train_dataset.select(range(5))
+    if is_scaled:
         trainer.add_callback(ScalesWeights())
     return trainer
 
@@ -187,26 +161,24 @@ for job in jobs:
     num_rows, batch, accumulation = map(int, shape.split("x"))
     folder = Path(out, job)
     folder.mkdir(parents=True, exist_ok=True)
-    saving = {"save_strategy": "steps", "save_steps": save_steps} if save_steps else {"save_strategy": "no"}
-    common = {
+    args = {
+        **QUIET,
+        "output_dir": str(folder / "checkpoints"),
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
         "num_train_epochs": 2,
         # Adam amplifies rounding where a gradient is near zero, as many are that belong to rare tokens.
         "learning_rate": 0.1 if kind in BY_SGD else 1e-3,
         "optim": "sgd" if kind in BY_SGD else "adamw_torch",
-        "logging_steps": 1,
-        "report_to": [],
         "seed": 7,
-        "disable_tqdm": True,
         "hub_model_id": "user/model",
-        **saving,
     }
+    if save_steps:
+        args |= {"save_strategy": "steps", "save_steps": save_steps}
     for prefix, told in TOLD.items():
         if kind.startswith(prefix):
-            kind, common = kind.removeprefix(prefix), {**common, **told}
-    trainer = trainer_of(kind, topics(num_rows, max_words=60), common, str(folder / "checkpoints"))
-    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+            kind, args = kind.removeprefix(prefix), {**args, **told}
+    trainer = trainer_of(kind, topics(num_rows, max_words=60), args)
     before = {n: whole_of(p.detach()).cpu().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     watcher = GradientNorms()
     trainer.add_callback(watcher)

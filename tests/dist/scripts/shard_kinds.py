@@ -46,19 +46,19 @@ def pictures(num_rows=11):
 
 
 def llama():
-    return made("LlamaForCausalLM", "LlamaConfig", **DECODER), tokens(), {}
+    return made("LlamaForCausalLM", "LlamaConfig", **DECODER), tokens()
 
 
 def t5():
     """Its encoder and its decoder have the embeddings of the whole model."""
     sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2}
     options = {"vocab_size": 40, "dropout_rate": 0.0, "decoder_start_token_id": 0, **sizes}
-    return made("T5ForConditionalGeneration", "T5Config", **options), tokens(), {}
+    return made("T5ForConditionalGeneration", "T5Config", **options), tokens()
 
 
 def vit():
     model = made("ViTForImageClassification", "ViTConfig", image_size=8, patch_size=4, num_labels=3, **SIZES)
-    return model, [{"pixel_values": p, "labels": torch.tensor(i % 3)} for i, p in enumerate(pictures())], {}
+    return model, [{"pixel_values": p, "labels": torch.tensor(i % 3)} for i, p in enumerate(pictures())]
 
 
 def llava():
@@ -69,25 +69,10 @@ def llava():
     model = made("LlavaForConditionalGeneration", "LlavaConfig", vision_config=vision, text_config=text, **options)
     before, ignored = torch.full((4,), 39), torch.full((4,), -100)
     rows = [
-        {
-            "input_ids": torch.cat([before, row["input_ids"]]),
-            "labels": torch.cat([ignored, row["labels"]]),
-            "pixel_values": picture,
-        }
-        for row, picture in zip(tokens(), pictures(), strict=True)
+        {"input_ids": torch.cat([before, row["input_ids"]]), "labels": torch.cat([ignored, row["labels"]])}
+        for row in tokens()
     ]
-    return model, rows, {}
-
-
-def hooked():
-    model, rows, _ = llama()
-    model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
-    return model, rows, {}
-
-
-def adafactor():
-    model, rows, _ = llama()
-    return model, rows, {"optim": "adafactor"}
+    return model, [{**row, "pixel_values": picture} for row, picture in zip(rows, pictures(), strict=True)]
 
 
 class CallsInside(transformers.TrainerCallback):
@@ -96,11 +81,6 @@ class CallsInside(transformers.TrainerCallback):
     def on_log(self, _args, state, control, model, **kwargs):
         with torch.no_grad():
             model.model(torch.tensor([[3, 4]]))
-
-
-def inner():
-    model, rows, _ = llama()
-    return model, rows, {"callbacks": [CallsInside()]}
 
 
 class Picky(torch.nn.Module):
@@ -119,7 +99,7 @@ class Picky(torch.nn.Module):
 
 def picky():
     rows = [{name: torch.rand(6, generator=draw) for name in ("x", "labels")} for _ in range(8)]
-    return Picky(), rows, {}
+    return Picky(), rows
 
 
 class ByHand(Trainer):
@@ -128,11 +108,6 @@ class ByHand(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         scores = model.lm_head(model.model(inputs["input_ids"]).last_hidden_state)
         return torch.nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
-
-
-def by_hand():
-    model, rows, _ = llama()
-    return model, rows, {"trainer_class": ByHand}
 
 
 class OwnBackward(Trainer):
@@ -144,16 +119,23 @@ class OwnBackward(Trainer):
         return loss.detach()
 
 
-def own_backward():
-    model, rows, _ = llama()
-    return model, rows, {"trainer_class": OwnBackward}
-
-
+# Kinds of Llama, with what the script tells of each.
+OF_LLAMA = {
+    "llama": {},
+    "hooked": {},
+    "adafactor": {"optim": "adafactor"},
+    "inner": {"callbacks": [CallsInside()]},
+    "by_hand": {"trainer_class": ByHand},
+    "own_backward": {"trainer_class": OwnBackward},
+}
 out.mkdir(parents=True, exist_ok=True)
 for kind in kinds:
     torch.manual_seed(0)
     draw.manual_seed(1)
-    model, rows, options = globals()[kind]()
+    model, rows = llama() if kind in OF_LLAMA else globals()[kind]()
+    if kind == "hooked":
+        model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
+    options = dict(OF_LLAMA.get(kind, {}))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     watcher = GradientNorms()
     callbacks = [watcher, *options.pop("callbacks", [])]

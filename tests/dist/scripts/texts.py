@@ -14,7 +14,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 HAS_UNSLOTH = "unsloth" in sys.modules
@@ -26,8 +25,8 @@ class Texts:
     def __init__(self, folder):
         self.folder, self.tokenizer = folder, AutoTokenizer.from_pretrained(folder)
 
-    def causal_lm(self):
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+    def causal_lm(self, **options):
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32, **options)
 
     def unsloth_lm(self, **options):
         from unsloth import FastLanguageModel
@@ -70,11 +69,15 @@ class Texts:
         return Trainer(model=model, args=TrainingArguments(**args), train_dataset=rows, data_collator=collator)
 
     def sft(self, model, texts, args):
+        from trl import SFTConfig, SFTTrainer
+
         config = SFTConfig(dataset_text_field="text", **{"max_length": 64, **args})
         rows = Dataset.from_dict({"text": texts})
         return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=self.tokenizer)
 
     def dpo(self, model, texts, args):
+        from trl import DPOConfig, DPOTrainer
+
         rows = Dataset.from_dict({"prompt": texts, "chosen": [t[::-1] for t in texts], "rejected": texts[::-1]})
         config = DPOConfig(max_length=96, **args)
         return DPOTrainer(model=model, args=config, train_dataset=rows, processing_class=self.tokenizer)

@@ -19,9 +19,7 @@ import torch
 import trl.generation.vllm_generation
 import vllm
 import vllm.model_executor.layers.utils as layers
-from common import SGD, logged, write_outcome
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from common import SGD, arguments, logged, new_drawing, write_outcome
 from trl import GRPOConfig, GRPOTrainer
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -65,30 +63,22 @@ def reward(prompts, completion_ids, **_):
 
 
 if __name__ == "__main__":
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        args=GRPOConfig(
-            str(out / "checkpoints"),
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            num_generations=4,
-            max_completion_length=12,
-            max_steps=3,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            use_vllm=True,
-            vllm_mode="colocate",
-            vllm_gpu_memory_utilization=0.1,
-            vllm_max_model_length=64,
-            # The engine computes in another order, so ratios of probabilities differ by rounding.
-            vllm_importance_sampling_correction=False,
-            **{**SGD, "learning_rate": 0.5},
-        ),
-        train_dataset=Dataset.from_dict({"prompt": [f"{'abcdefgh'[i % 8]} " * (1 + i % 3) for i in range(24)]}),
-        reward_funcs=reward,
-        processing_class=AutoTokenizer.from_pretrained(model),
+    config = arguments(
+        *(out / "checkpoints", 4, 2, GRPOConfig),
+        num_generations=4,
+        max_completion_length=12,
+        max_steps=3,
+        use_cpu=True,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.1,
+        vllm_max_model_length=64,
+        # The engine computes in another order, so ratios of probabilities differ by rounding.
+        vllm_importance_sampling_correction=False,
+        **{**SGD, "learning_rate": 0.5},
     )
+    prompts = [f"{'abcdefgh'[i % 8]} " * (1 + i % 3) for i in range(24)]
+    trainer = new_drawing(GRPOTrainer, model, config, prompts, reward)
     trainer.train()
     out.mkdir(parents=True, exist_ok=True)
     engine = trainer.vllm_generation.llm.llm_engine.vllm_config.parallel_config
