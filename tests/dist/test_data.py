@@ -1,29 +1,16 @@
 """Every kind of data source: two and three ranks see, in each step, the samples of one process."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.outcome import assert_near, facts_of
 from tests.helpers.run import light, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "data.py"
 LIBRARIES = light("peft", "rich", "triton")
-SOURCES = [
-    *(
-        "plain",
-        "grouped",
-        "own_sampler",
-        "mean_loss",
-        "evaluated",
-        "masked_lm",
-        "hf_dataset",
-        "end_to_end",
-        "drop_last",
-    ),
-    *("workers", "silent", "fixed_width", "streaming", "whole", "scheduled", "looked_at", "looked_at_stream"),
-    *("own_generator_workers", "hf_streaming"),
-]
+SOURCES = """plain grouped own_sampler mean_loss evaluated masked_lm hf_dataset end_to_end drop_last workers silent
+fixed_width streaming whole scheduled looked_at looked_at_stream own_generator_workers hf_streaming"""
 # name -> rows that one process predicts
 EVALUATED = {
     "eval_drop": 20,
@@ -57,8 +44,7 @@ def train(folder, num_ranks):
 
 
 def ranks(folder, num_ranks, name):
-    out = train(folder, num_ranks)
-    return [json.loads((out / f"{name}_{r}.json").read_text()) for r in range(num_ranks)]
+    return facts_of(train(folder, num_ranks) / name, num_ranks)
 
 
 def samples(found):
@@ -68,7 +54,7 @@ def samples(found):
 
 
 @pytest.mark.parametrize("num_ranks", [2, THREE])
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", SOURCES.split())
 def test_source_gives_the_steps_of_one_process(folder, name, num_ranks):
     one, many = ranks(folder, 1, name), ranks(folder, num_ranks, name)
     assert len(samples(one)) >= 6
@@ -132,18 +118,11 @@ def test_rows_of_an_evaluation_are_those_of_one_process(folder, name, num_ranks)
     assert len(one["predictions"] or []) == num_rows
     for found in many:
         assert (found["label_ids"], found["inputs"]) == (one["label_ids"], one["inputs"])
-        assert is_near(found["predictions"], one["predictions"])
+        assert_near(found["predictions"], one["predictions"], rel=1e-4, most=1e-5)
         assert (found["eval_loss"] is None) == (num_rows == 0)
         if num_rows:
             assert (one["inputs"] is None) == (name in ("eval_drop", "eval_drop_few"))
             assert found["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
-
-
-def is_near(first, second):
-    """True for lists in lists with as many numbers each, which differ by rounding."""
-    if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(is_near, first, second))
-    return first == second or first == pytest.approx(second, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", [2, THREE])
@@ -173,15 +152,18 @@ def test_rows_of_known_lengths_are_dealt_with_less_padding(folder):
         assert computed_tokens(folder, name) < 0.8 * in_order, name
 
 
+def pairs(folder, names, **options):
+    """Facts of one process with these options, and of one without."""
+    out = folder / "_".join(options)
+    out.mkdir()
+    variables = {f"UNSLOTH_MULTIGPU_{name}": value for name, value in options.items()}
+    run = run_well([SCRIPT, "1", out, ",".join(names)], folder, {**LIBRARIES, **variables})
+    return {name: (facts_of(out / name, 1)[0], ranks(folder, 1, name)[0]) for name in names}, run.err
+
+
 @pytest.mark.thorough
 def test_one_process_is_planned_when_asked(folder):
-    names = ["plain", "workers", "end_to_end"]
-    out = folder / "one"
-    out.mkdir()
-    variables = {**LIBRARIES, "UNSLOTH_MULTIGPU_BALANCE": "tokens"}
-    run_well([SCRIPT, "1", out, ",".join(names)], folder, variables)
-    for name in names:
-        planned, (plain,) = json.loads((out / f"{name}_0.json").read_text()), ranks(folder, 1, name)
+    for name, (planned, plain) in pairs(folder, ["plain", "workers", "end_to_end"], BALANCE="tokens")[0].items():
         assert samples([planned]) == samples([plain])
         assert planned["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
         if name != "end_to_end":
@@ -190,13 +172,9 @@ def test_one_process_is_planned_when_asked(folder):
 
 @pytest.mark.thorough
 def test_one_process_that_is_guarded_computes_the_same_micro_batches(folder):
-    names = ["plain", "silent"]
-    out = folder / "guarded"
-    out.mkdir()
-    run = run_well([SCRIPT, "1", out, ",".join(names)], folder, {**LIBRARIES, "UNSLOTH_MULTIGPU_ON_NAN": "skip"})
-    assert "by length" not in run.err
-    for name in names:
-        guarded, (plain,) = json.loads((out / f"{name}_0.json").read_text()), ranks(folder, 1, name)
+    found, told = pairs(folder, ["plain", "silent"], ON_NAN="skip")
+    assert "by length" not in told
+    for name, (guarded, plain) in found.items():
         assert guarded["computed_tokens"] == plain["computed_tokens"], name
         assert guarded["grad_norm"] == plain["grad_norm"], name
 

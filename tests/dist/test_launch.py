@@ -1,12 +1,12 @@
 """Every way to start: our own from each form of the command, and joining ranks that another launcher started."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.outcome import each, facts_of
 from tests.helpers.run import BARE, finish, free_port, run_python, run_well, start
 from unsloth_multigpu.accelerator import allocator_variables
 
@@ -17,10 +17,10 @@ UNSLOTHS_ALLOCATOR = allocator_variables({})
 ARGUMENTS = ["--n", "two words", "$HOME", "${local_rank}", "a'b\"c"]
 
 
-def facts(folder, num_ranks=2):
-    found = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num_ranks)]
-    assert [f["rank"] for f in found] == list(range(num_ranks))
-    assert all(f["total"] == sum(range(1, num_ranks + 1)) for f in found)
+def facts(folder):
+    found = facts_of(folder / "rank")
+    assert [f["rank"] for f in found] == [0, 1]
+    assert [f["total"] for f in found] == [3, 3]
     return found
 
 
@@ -74,27 +74,19 @@ def test_ranks_of_srun_are_joined(tmp_path):
     assert all(f["allocator"] == UNSLOTHS_ALLOCATOR for f in facts(tmp_path))
 
 
-# The store of the ranks goes with rank 0.
+# The store of the ranks goes with rank 0: it serves until the others have left, but not for one that is dead. Where
+# rank 0 fails, those that wait for it end with it.
+CODES = {"late": [0, 0], "killed": [0, -9], "failed": [1, 1]}
 
 
-def test_rank_0_serves_the_store_until_the_others_have_left(tmp_path):
-    first, second = run_as_srun(tmp_path, LEAVES, "late")
-    assert [first.code, second.code] == [0, 0], second.err
-    assert "saved on rank 1" in second.out
-
-
-@pytest.mark.thorough
-def test_rank_0_does_not_stay_for_a_rank_that_is_dead(tmp_path):
-    first, second = run_as_srun(tmp_path, LEAVES, "killed")
-    assert [first.code, second.code] == [0, -9], first.err
-
-
-@pytest.mark.thorough
-def test_rank_that_waits_for_a_rank_0_that_failed_ends_with_it(tmp_path):
-    first, second = run_as_srun(tmp_path, LEAVES, "failed")
-    assert [first.code, second.code] == [1, 1]
-    assert "ValueError: of rank 0" in first.err
-    assert "rank 0 leaves, and with it" not in first.err
+@pytest.mark.parametrize("way", each(CODES, ["killed", "failed"]))
+def test_rank_0_serves_the_store_as_long_as_another_rank_needs_it(tmp_path, way):
+    first, second = run_as_srun(tmp_path, LEAVES, way)
+    assert [first.code, second.code] == CODES[way], first.err + second.err
+    assert ("saved on rank 1" in second.out) == (way == "late")
+    if way == "failed":
+        assert "ValueError: of rank 0" in first.err
+        assert "rank 0 leaves, and with it" not in first.err
 
 
 def test_seed_before_the_line_stays_spawned_worker_is_no_rank_and_the_exit_code_of_all_ranks_is_passed_on(tmp_path):

@@ -3,8 +3,7 @@
 Usage: data.py N OUT [NAMES], with NAMES in commas: only these.
 """
 
-import json
-import os
+import functools
 import sys
 import uuid
 from pathlib import Path
@@ -17,27 +16,17 @@ ump.enable_multi_gpu(num_gpus=num_ranks, check_first_step="auto" if num_ranks > 
 
 import datasets
 import torch
-from common import MeanLoss, OwnOrder, Record, arguments, logged
+from common import RANK, Calls, MeanLoss, OwnOrder, Record, Stream, arguments, logged, rows_in, write_facts
+from own_losses import BERT
 from tiny_llama import collate, collate_end_to_end, tiny_llama
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import BertForMaskedLM, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from unsloth_multigpu.deal import balance
 from unsloth_multigpu.deal.plan import CostModel
 
-rank = int(os.environ.get("RANK", "0"))
 out = Path(sys.argv[2])
 ROWS = [{"input_ids": [1 + i, *range(2, 3 + i * 7 % 13)]} for i in range(22)]
-BERT = {
-    **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64},
-    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-}
 
 # Nothing is measured, so that two runs make the same plans and end equal to the bit.
 balance._ASSUMED["cpu"] = CostModel(overhead_tokens=4.0, floor_tokens=0.0)
@@ -60,11 +49,6 @@ class Silent(Rows):
     lengths = None
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(ROWS)
-
-
 class OwnGenerator(Trainer):
     """A loader that shuffles by a generator of the script's, as it is."""
 
@@ -78,8 +62,7 @@ class EvaluatesByHand(Trainer):
     """A user's trainer with an evaluation of its own, which a callback hears."""
 
     def evaluate(self, *args, **kwargs):
-        losses = losses_by_hand(self, self.get_eval_dataloader())
-        self.log(metrics := {"eval_loss": sum(losses) / len(losses)})
+        self.log(metrics := mean_by_hand(self, self.get_eval_dataloader()))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.control.should_training_stop = self.state.global_step == 3
         return metrics
@@ -89,49 +72,14 @@ class OwnLoop(Trainer):
     """A user's trainer that reads the rows in a loop of its own, which the Trainer calls."""
 
     def evaluation_loop(self, dataloader, description, **options):
-        losses = losses_by_hand(self, dataloader)
-        return EvalLoopOutput(None, None, {"eval_loss": sum(losses) / len(losses)}, len(dataloader.dataset))
+        return EvalLoopOutput(None, None, mean_by_hand(self, dataloader), len(dataloader.dataset))
 
 
 class OwnGatheringLoop(Trainer):
     """The same for several ranks."""
 
     def evaluation_loop(self, dataloader, description, **options):
-        rows = [n for batch in dataloader for n in self.accelerator.gather_for_metrics(batch["input_ids"][:, 0])]
-        return EvalLoopOutput(None, None, {"eval_rows": sorted(map(int, rows))}, len(dataloader.dataset))
-
-
-class HearsLoader(TrainerCallback):
-    """Reads the rows of an evaluation again when it is over."""
-
-    def __init__(self):
-        self.rows = []
-
-    def on_evaluate(self, args, state, control, eval_dataloader=None, **kwargs):
-        self.rows.append(rows_of(eval_dataloader))
-
-
-def rows_with_labels(inputs):
-    """First tokens of the rows, which number them. A filler has no label."""
-    ids = inputs["input_ids"]
-    labels = inputs.get("labels", ids)
-    if "position_ids" in inputs:
-        return [] if bool((labels == -100).all()) else ids[0][inputs["position_ids"][0] == 0].tolist()
-    return [int(row[0]) for row, label in zip(ids, labels, strict=True) if not bool((label == -100).all())]
-
-
-class LooksOnRank0(TrainerCallback):
-    """Takes a batch of its own in each epoch, on one rank alone, as a callback that shows samples does."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        if rank == 0:
-            loader = self.trainer.get_train_dataloader()
-            batch = next(iter(loader))
-            length = None if self.trainer.args.max_steps > 0 else len(loader)
-            self.seen.append([isinstance(batch, dict), length, batch["input_ids"].tolist()])
+        return EvalLoopOutput(None, None, {"eval_rows": gathered_by_hand(self, dataloader)}, len(dataloader.dataset))
 
 
 def rows_of(loader):
@@ -139,52 +87,67 @@ def rows_of(loader):
     return [batch["input_ids"][:, 0].tolist() for batch in loader]
 
 
+def numbers_of(inputs):
+    """First tokens of the rows, which number them."""
+    return [int(row[0]) for row in rows_in(inputs)]
+
+
 @torch.no_grad()
 def losses_by_hand(trainer, loader):
     return [float(trainer.model(**trainer._prepare_inputs(batch))["loss"]) for batch in loader]
 
 
-def gathered_by_hand(trainer):
+def mean_by_hand(trainer, loader):
+    losses = losses_by_hand(trainer, loader)
+    return {"eval_loss": sum(losses) / len(losses)}
+
+
+def gathered_by_hand(trainer, loader):
     """As a script for several ranks reads its rows."""
-    loader = trainer.get_eval_dataloader()
     rows = [n for batch in loader for n in trainer.accelerator.gather_for_metrics(batch["input_ids"][:, 0])]
     return sorted(map(int, rows))
 
 
 def read_by_hand(name):
     """Loaders for evaluations that a script reads before, in and after a training, among evaluations of the Trainer."""
-    if not is_asked(name):
-        return
-    hears = HearsLoader()
-    trainer = build(name, eval_data=ROWS[:11], eval_strategy="steps", eval_steps=2, max_steps=4)
-    trainer.add_callback(hears)
+    heard, in_steps = [], {"eval_strategy": "steps", "max_steps": 4}
+    build_it = functools.partial(build, name, eval_data=ROWS[:11])
+    trainer = build_it(eval_steps=2, **in_steps)
+    # Reads the rows of an evaluation again when it is over.
+    trainer.add_callback(Calls(on_evaluate=lambda *_, eval_dataloader, **__: heard.append(rows_of(eval_dataloader))))
     loader, test_loader = trainer.get_eval_dataloader(), trainer.get_test_dataloader(ROWS[:8])
     facts = {
         "length": [len(loader), len(test_loader)],
         "rows": [rows_of(loader), rows_of(test_loader)],
         # The recipe of question answering: a loader is asked for and handed to the loop.
         "handed": trainer.evaluation_loop(loader, "Evaluation").metrics["eval_loss"],
-        "gathered": gathered_by_hand(trainer),
+        "gathered": gathered_by_hand(trainer, trainer.get_eval_dataloader()),
     }
     trainer.train()
-    facts |= {"heard": hears.rows, "behind": losses_by_hand(trainer, trainer.get_eval_dataloader())}
-    own = build(name, EvaluatesByHand, eval_data=ROWS[:11], eval_strategy="steps", eval_steps=1, max_steps=4)
+    facts |= {"heard": heard, "behind": losses_by_hand(trainer, trainer.get_eval_dataloader())}
+    own = build_it(EvaluatesByHand, eval_steps=1, **in_steps)
     own.train()
     facts["own"] = [h["eval_loss"] for h in own.state.log_history if "eval_loss" in h]
-    facts["own_loop"] = build(name, OwnLoop, eval_data=ROWS[:11]).evaluate()["eval_loss"]
-    facts["own_gathering_loop"] = build(name, OwnGatheringLoop, eval_data=ROWS[:11]).evaluate()["eval_rows"]
-    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
-    kept = build(name, eval_data=ROWS[:11], **workers)
-    for _ in range(2):
-        facts.setdefault("kept", []).append([kept.evaluate()["eval_loss"], rows_of(kept.get_eval_dataloader())])
-    (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
+    facts["own_loop"] = build_it(OwnLoop).evaluate()["eval_loss"]
+    facts["own_gathering_loop"] = build_it(OwnGatheringLoop).evaluate()["eval_rows"]
+    kept = build_it(dataloader_num_workers=1, dataloader_persistent_workers=True)
+    facts["kept"] = [[kept.evaluate()["eval_loss"], rows_of(kept.get_eval_dataloader())] for _ in range(2)]
+    write_facts(out / name, facts)
 
 
 def looked_at(name, **options):
-    look = LooksOnRank0()
-    trainer = look.trainer = build(name, **options)
-    trainer.add_callback(look)
-    train(name, trainer, lambda: {"seen": look.seen})
+    """A callback takes a batch of its own in each epoch, on one rank alone, as one that shows samples does."""
+    trainer, seen = build(name, **options), []
+
+    def look(*_, **__):
+        if RANK == 0:
+            loader = trainer.get_train_dataloader()
+            batch = next(iter(loader))
+            length = None if trainer.args.max_steps > 0 else len(loader)
+            seen.append([isinstance(batch, dict), length, batch["input_ids"].tolist()])
+
+    trainer.add_callback(Calls(on_epoch_begin=look))
+    train(name, trainer, lambda: {"seen": seen})
 
 
 def scheduled(name):
@@ -193,12 +156,25 @@ def scheduled(name):
     loader = trainer.get_train_dataloader()
     epochs, accumulated = int(trainer.args.num_train_epochs), trainer.args.gradient_accumulation_steps
     num_steps = epochs * -(-len(loader) // accumulated)
-    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2)
-    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-        trainer.optimizer, lambda step: max(0.0, 1 - step / num_steps)
-    )
+    optimizer = trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / num_steps))
     batches = [batch["input_ids"].tolist() for batch in loader]
     train(name, trainer, lambda: {"num_steps": num_steps, "batches": batches})
+
+
+def evaluated(name):
+    """A model whose loss is a mean, evaluated before its training too, in a folder of another name on each rank."""
+    given = {"model": bert, "collator": collate_masked, "eval_data": ROWS[:12], "eval_strategy": "epoch"}
+    trainer = build(uuid.uuid4().hex, **given)
+    trainer.compute_metrics = lambda prediction: {"rank": RANK}
+    heard, before = [], trainer.evaluate()["eval_loss"]
+    trainer.add_callback(Calls(on_evaluate=lambda *_, metrics, **__: heard.append(metrics["eval_rank"])))
+
+    def more():
+        after = trainer.evaluate()["eval_loss"]
+        return {"eval_loss": [before, after], "heard": heard, "dir": trainer.args.output_dir}
+
+    train(name, trainer, more)
 
 
 def collate_masked(rows):
@@ -212,7 +188,7 @@ def collate_masked(rows):
 def bert():
     """It takes loss arguments and averages its loss all the same."""
     torch.manual_seed(0)
-    return BertForMaskedLM(BertConfig(**BERT))
+    return BertForMaskedLM(BERT)
 
 
 def collate_to_32(rows):
@@ -226,23 +202,15 @@ def small_model():
     return tiny_llama(hidden_size=16, num_layers=1)
 
 
-def build(name, kind=Trainer, data=None, model=None, collator=collate, eval_data=None, **settings):
+def build(name, kind=Trainer, data=None, model=small_model, collator=collate, eval_data=None, **settings):
     settings = {"num_train_epochs": 2, "learning_rate": 1e-2, "per_device_eval_batch_size": 3, **settings}
-    args = arguments(out / name, 3, 2, **settings)
-    data = Rows() if data is None else data
-    model = (model or small_model)()
-    return kind(model=model, args=args, train_dataset=data, data_collator=collator, eval_dataset=eval_data)
+    args, data = arguments(out / name, 3, 2, **settings), Rows() if data is None else data
+    return kind(model=model(), args=args, train_dataset=data, data_collator=collator, eval_dataset=eval_data)
 
 
-def is_asked(name):
-    return not sys.argv[3:] or name in sys.argv[3].split(",")
-
-
-def train(name, trainer, more=lambda: {}, **options):
-    if not is_asked(name):
-        return
+def train(name, trainer, more=dict, **options):
     computed = []
-    record = Record(trainer, lambda inputs: computed.append(inputs["input_ids"].numel()) or rows_with_labels(inputs))
+    record = Record(trainer, lambda inputs: computed.append(inputs["input_ids"].numel()) or numbers_of(inputs))
     trainer.train(**options)
     facts = {
         "steps": record.steps,
@@ -252,7 +220,7 @@ def train(name, trainer, more=lambda: {}, **options):
         "weights": [float(p.detach().double().sum()) for p in trainer.model.parameters()],
         **more(),
     }
-    (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
+    write_facts(out / name, facts)
 
 
 class Seq2SeqGather(Trainer):
@@ -301,12 +269,10 @@ def plain_lists(values):
     return list(map(plain_lists, values)) if isinstance(values, list) else values.tolist()
 
 
-def evaluate(name, num_rows, kind=Trainer, data=None, **settings):
+def evaluate(name, num_rows, kind=Trainer, **settings):
     """Evaluates and predicts rows in batches of 4, without a training."""
-    if not is_asked(name):
-        return
-    eval_data = ROWS[:num_rows] if data is None else data
-    trainer = build(name, kind, eval_data=eval_data, per_device_eval_batch_size=4, **settings)
+    settings = {"eval_data": ROWS[:num_rows], "per_device_eval_batch_size": 4, **settings}
+    trainer = build(name, kind, **settings)
     trainer.preprocess_logits_for_metrics = lambda logits, labels: logits[..., 0]
     facts, handed = {}, []
 
@@ -321,69 +287,60 @@ def evaluate(name, num_rows, kind=Trainer, data=None, **settings):
     facts |= {kind: getattr(predicted, kind) for kind in ("predictions", "label_ids")}
     facts["inputs"] = handed[-1].inputs if handed else None
     facts = {key: plain_lists(v) if hasattr(v, "__len__") else v for key, v in facts.items()}
-    (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
+    write_facts(out / name, facts)
 
 
-evaluate("eval_drop", 22, dataloader_drop_last=True)
-# One whole batch is fewer than ranks.
-evaluate("eval_drop_few", 6, dataloader_drop_last=True)
-evaluate("eval_drop_all", 3, dataloader_drop_last=True)
-evaluate("eval_inputs", 10, include_for_metrics=["inputs"])
-evaluate("eval_inputs_end_to_end", 9, include_for_metrics=["inputs"], collator=collate_end_to_end)
-evaluate("eval_short", 7, kind=Seq2SeqGather, include_for_metrics=["inputs"])
-evaluate("eval_stream", 22, data=Stream(), include_for_metrics=["inputs"])
-evaluate("eval_own_loader", 11, kind=OwnEvalLoader, include_for_metrics=["inputs"])
-evaluate("eval_own_batches", 18, kind=OwnBatches, include_for_metrics=["inputs"])
-train("plain", build("plain", include_num_input_tokens_seen="all"))
-train("workers", build("workers", dataloader_num_workers=2, dataloader_prefetch_factor=2))
-# This sampler draws from torch's own generator, as the evaluation before its second epoch does.
-evaluated_between = {"eval_data": ROWS[:6], "eval_strategy": "epoch"}
-if "train_sampling_strategy" in TrainingArguments.__dataclass_fields__:
-    train("grouped", build("grouped", train_sampling_strategy="group_by_length", **evaluated_between))
-else:
-    train("grouped", build("grouped", group_by_length=True, **evaluated_between))
-train("drop_last", build("drop_last", dataloader_drop_last=True))
-train("own_sampler", build("own_sampler", OwnOrder))
-train("mean_loss", build("mean_loss", MeanLoss))
-train("own_generator_workers", build("own_generator_workers", OwnGenerator, dataloader_num_workers=2))
-train("masked_lm", build("masked_lm", model=bert, collator=collate_masked))
-if is_asked("evaluated"):
-    # A model whose loss is a mean, evaluated before its training too, in a folder of another name on each rank.
-    evaluated = {"model": bert, "collator": collate_masked, "eval_data": ROWS[:12], "eval_strategy": "epoch"}
-    trainer = build(uuid.uuid4().hex, **evaluated)
-    trainer.compute_metrics = lambda prediction: {"rank": rank}
-    heard, before = [], trainer.evaluate()["eval_loss"]
-    hear = type(
-        "Hear", (TrainerCallback,), {"on_evaluate": lambda *_, metrics, **__: heard.append(metrics["eval_rank"])}
-    )
-    trainer.add_callback(hear())
-    train(
-        "evaluated",
-        trainer,
-        lambda: {
-            "eval_loss": [before, trainer.evaluate()["eval_loss"]],
-            "heard": heard,
-            "dir": trainer.args.output_dir,
-        },
-    )
-scheduled("scheduled")
-read_by_hand("read_by_hand")
-looked_at("looked_at")
-looked_at("looked_at_stream", data=Stream(), max_steps=6)
-train("hf_dataset", build("hf_dataset", data=datasets.Dataset.from_list(ROWS)))
-train("silent", build("silent", data=Silent()))
-train("fixed_width", build("fixed_width", collator=collate_to_32))
-train("end_to_end", build("end_to_end", collator=collate_end_to_end))
-train("streaming", build("streaming", data=Stream(), max_steps=6))
-hf_stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset().shuffle(seed=3, buffer_size=8)
-train("hf_streaming", build("hf_streaming", data=hf_stream, max_steps=6))
-settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-train("stream_whole", build("stream_whole", data=hf_stream, **settings))
-checkpoint = str(out / "stream_whole" / "checkpoint-3")
-train("stream_resumed", build("stream_whole", data=hf_stream, **settings), resume_from_checkpoint=checkpoint)
-train("whole", build("whole", save_strategy="steps", save_steps=3))
-train(
-    "resumed",
-    build("whole", save_strategy="steps", save_steps=3),
-    resume_from_checkpoint=str(out / "whole/checkpoint-3"),
-)
+def resumed(name, whole, **given):
+    checkpoint = str(out / whole / "checkpoint-3")
+    train(name, build(whole, **given), resume_from_checkpoint=checkpoint)
+
+
+INPUTS = {"include_for_metrics": ["inputs"]}
+EVALUATED = {
+    "eval_drop": {"num_rows": 22, "dataloader_drop_last": True},
+    # One whole batch is fewer than ranks.
+    "eval_drop_few": {"num_rows": 6, "dataloader_drop_last": True},
+    "eval_drop_all": {"num_rows": 3, "dataloader_drop_last": True},
+    "eval_inputs": {"num_rows": 10, **INPUTS},
+    "eval_inputs_end_to_end": {"num_rows": 9, "collator": collate_end_to_end, **INPUTS},
+    "eval_short": {"num_rows": 7, "kind": Seq2SeqGather, **INPUTS},
+    "eval_stream": {"num_rows": 22, "eval_data": Stream(ROWS), **INPUTS},
+    "eval_own_loader": {"num_rows": 11, "kind": OwnEvalLoader, **INPUTS},
+    "eval_own_batches": {"num_rows": 18, "kind": OwnBatches, **INPUTS},
+}
+is_new = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
+by_length = {"train_sampling_strategy": "group_by_length"} if is_new else {"group_by_length": True}
+hf_dataset = datasets.Dataset.from_list(ROWS)
+hf_stream = hf_dataset.to_iterable_dataset().shuffle(seed=3, buffer_size=8)
+saves = {"save_strategy": "steps", "save_steps": 3}
+saved_stream = {"data": hf_stream, "max_steps": 6, **saves}
+TRAINED = {
+    "plain": {"include_num_input_tokens_seen": "all"},
+    "workers": {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 2},
+    # This sampler draws from torch's own generator, as the evaluation before its second epoch does.
+    "grouped": {"eval_data": ROWS[:6], "eval_strategy": "epoch", **by_length},
+    "drop_last": {"dataloader_drop_last": True},
+    "own_sampler": {"kind": OwnOrder},
+    "mean_loss": {"kind": MeanLoss},
+    "own_generator_workers": {"kind": OwnGenerator, "dataloader_num_workers": 2},
+    "masked_lm": {"model": bert, "collator": collate_masked},
+    "hf_dataset": {"data": hf_dataset},
+    "silent": {"data": Silent()},
+    "fixed_width": {"collator": collate_to_32},
+    "end_to_end": {"collator": collate_end_to_end},
+    "streaming": {"data": Stream(ROWS), "max_steps": 6},
+    "hf_streaming": {"data": hf_stream, "max_steps": 6},
+    "stream_whole": saved_stream,
+    "whole": saves,
+}
+others = (evaluated, scheduled, read_by_hand, looked_at)
+JOBS = {
+    **{name: functools.partial(evaluate, **given) for name, given in EVALUATED.items()},
+    **{name: lambda name: train(name, build(name, **TRAINED[name])) for name in TRAINED},
+    **{job.__name__: job for job in others},
+    "looked_at_stream": functools.partial(looked_at, data=Stream(ROWS), max_steps=6),
+    "stream_resumed": functools.partial(resumed, whole="stream_whole", **saved_stream),
+    "resumed": functools.partial(resumed, whole="whole", **saves),
+}
+for name in sys.argv[3].split(",") if sys.argv[3:] else JOBS:
+    JOBS[name](name)

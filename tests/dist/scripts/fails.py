@@ -11,32 +11,22 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2, max_restarts=9)
 
 import torch
-from common import arguments
-from transformers import Trainer, TrainerCallback
+from common import RANK, Calls, Line, arguments
+from transformers import Trainer
 
 from unsloth_multigpu.errors import DivergenceError
 
-rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
-class Fault(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if rank == 1 and state.global_step == 2 and attempt == 0:
-            raise ValueError("planted in step 2")
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 512)  # Twice the small disk.
-
-    def forward(self, x, labels=None):
-        return {"loss": self.layer(x).square().mean()}
+def fault(args, state, *_, **__):
+    if RANK == 1 and state.global_step == 2 and attempt == 0:
+        raise ValueError("planted in step 2")
 
 
 def train(folder, *, noise=0, batch_size=4, dtype=torch.float32):
     draw = random.Random(0)
-    rows = [{"x": torch.full((64,), draw.random()), "labels": 0} for _ in range(24)]
+    rows = [{"x": torch.full((64,), draw.random()), "labels": torch.zeros(1)} for _ in range(24)]
     rows[5]["labels"] += noise
     args = arguments(
         folder,
@@ -45,10 +35,10 @@ def train(folder, *, noise=0, batch_size=4, dtype=torch.float32):
         save_strategy="steps" if attempt == 1 else "no",
         save_steps=1,
         eval_strategy="epoch" if attempt > 1 else "no",
-        remove_unused_columns=False,
     )
     data = {"train_dataset": rows, "eval_dataset": rows[4:9]}
-    Trainer(model=Model().to(dtype), args=args, callbacks=[Fault()], **data).train()
+    model = Line(64, 512).to(dtype)  # Twice the small disk.
+    Trainer(model=model, args=args, callbacks=[Calls(on_step_end=fault)], **data).train()
 
 
 if attempt == 0:
@@ -57,7 +47,7 @@ elif attempt == 1:
     train(sys.argv[1])
 else:
     try:
-        train("out", noise=rank, dtype=(torch.float32, torch.bfloat16)[rank])
+        train("out", noise=RANK, dtype=(torch.float32, torch.bfloat16)[RANK])
     except DivergenceError as error:
         sys.stderr.write(f"{error}\n[exit code {error.exit_code}]\n")
     train("out", batch_size=1)
