@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.outcome import assert_near
 from tests.helpers.run import BARE, PLAIN, run_python, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerated.py"
@@ -88,24 +89,9 @@ def ranks(tmp_path_factory):
     return train(tmp_path_factory.mktemp("ranks"), 2, LOOPS)
 
 
-def close(found, expected):
-    """Equal in form and texts, and to 1e-5 in numbers."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        pairs = [(found[name], expected[name]) for name in expected]
-    elif isinstance(expected, list):
-        assert len(found) == len(expected)
-        pairs = list(zip(found, expected, strict=True))
-    else:
-        assert found == (pytest.approx(expected, rel=1e-5, abs=1e-6) if isinstance(expected, float) else expected)
-        return
-    for pair in pairs:
-        close(*pair)
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_steps_samples_norms_rates_and_weights_are_those_of_one_process(loop, alone, ranks):
-    close(ranks[0][loop], alone[loop])
+    assert_near(ranks[0][loop], alone[loop])
 
 
 def test_loops_do_what_they_are_there_for(alone):

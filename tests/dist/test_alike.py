@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.helpers.outcome import facts_of
 from tests.helpers.run import BARE, Finished, run_python, run_well
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-def of_ranks(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def test_draws_without_a_seed_are_alike_under_torchrun_and_strings_that_hash_differently_are_told(
@@ -22,7 +17,7 @@ def test_draws_without_a_seed_are_alike_under_torchrun_and_strings_that_hash_dif
 ) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = run_well([*torchrun, SCRIPTS / "draws.py"], tmp_path, BARE)
-    first, second = ({k: v for k, v in rank.items() if k != "set"} for rank in of_ranks(tmp_path, "drawn"))
+    first, second = ({k: v for k, v in rank.items() if k != "set"} for rank in facts_of(tmp_path / "drawn"))
     assert first == second
     assert run.err.count("the ranks hash strings differently") == 1
     assert "PYTHONHASHSEED=0" in run.err
@@ -35,7 +30,7 @@ def remove(folder: Path, case: str) -> Finished:
 def test_model_that_all_ranks_replace_is_there_whichever_rank_is_late(tmp_path: Path) -> None:
     run = remove(tmp_path, "works")
     assert run.code == 0, run.err
-    first, second = of_ranks(tmp_path, "facts")
+    first, second = facts_of(tmp_path / "facts")
     assert first == second
     assert first["kept"] == [["config.json"]] * 8
 

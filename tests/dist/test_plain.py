@@ -1,12 +1,12 @@
 """A plain loop in two ranks of torchrun trains as one process does."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.dist.scripts.plain import BATCH_SIZE, NUM_EPOCHS, NUM_SAMPLES, train
+from tests.helpers.outcome import facts_of
 from tests.helpers.run import BARE, run_python, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "plain.py"
@@ -19,7 +19,7 @@ def flat(lists):
 def test_weights_and_samples_are_those_of_one_process(tmp_path):
     run = run_well(["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, tmp_path], cwd=tmp_path)
     assert "destroy_process_group" not in run.err
-    ranks = [json.loads((tmp_path / f"plain_{rank}.json").read_text()) for rank in range(2)]
+    ranks = facts_of(tmp_path / "plain")
     model, start, epochs = train(seed=0)
     assert [(r["kind"], r["world_size"], r["launcher"]) for r in ranks] == [
         ("DistributedDataParallel", 2, "torchrun")

@@ -1,10 +1,10 @@
 """Ranks that multiprocessing starts, as torch.multiprocessing.spawn, notebook_launcher and Lightning do."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.outcome import facts_of
 from tests.helpers.run import BARE, finish, free_port, start
 
 SCRIPT = Path(__file__).parent / "scripts" / "spawned.py"
@@ -20,8 +20,7 @@ def test_spawned_ranks_train_as_one_process(tmp_path):
     with begin(tmp_path / "one", "inside", 0) as one, begin(tmp_path / "two", "inside") as two:
         finished = [finish(one), finish(two)]
     assert [run.code for run in finished] == [0, 0], finished[1].err
-    alone = json.loads((tmp_path / "one" / "rank_0.json").read_text())
-    ranks = [json.loads((tmp_path / "two" / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+    (alone,), ranks = facts_of(tmp_path / "one" / "rank", 1), facts_of(tmp_path / "two" / "rank")
     assert [rank["status"] for rank in ranks] == [[True, 0, 2], [True, 1, 2]]
     # 6 steps of 4 samples, but for the last of an epoch of 15: the same samples as in one process.
     assert sum(rank["samples"] for rank in ranks) == 23

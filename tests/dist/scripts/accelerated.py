@@ -182,15 +182,8 @@ def diffusion():
 
 def trainer():
     """A Trainer makes an accelerator of its own, and one of the script's beside it, in a method of the Trainer's."""
-    from transformers import Trainer, TrainingArguments
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(3, 1)
-
-        def forward(self, x, id, tokens):
-            return {"loss": self.layer(x).square().mean()}
+    from common import Line, arguments, logged, points
+    from transformers import Trainer
 
     class Own(Trainer):
         def create_accelerator_and_postprocess(self):
@@ -198,15 +191,11 @@ def trainer():
             self.seen = Accelerator().num_processes
 
     first = Accelerator()
-    set_seed(4)
-    folder = Path(sys.argv[1]).with_suffix(".trainer")
-    options = {"remove_unused_columns": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    arguments = TrainingArguments(folder, per_device_train_batch_size=4, num_train_epochs=1, logging_steps=1, **options)
-    own = Own(Net(), arguments, train_dataset=Rows(21))
+    args = arguments(Path(sys.argv[1]).with_suffix(".trainer"), 4, num_train_epochs=1)
+    own = Own(Line(), args, train_dataset=points(21))
     own.train()
-    norms = [row["grad_norm"] for row in own.state.log_history if "grad_norm" in row]
     kept = first.num_processes == 1 and own.seen == own.accelerator.num_processes
-    return {"steps": norms, "weights": own.model.layer.weight.tolist()[0], "kept": kept}
+    return {"steps": logged(own, "grad_norm")["grad_norm"], "weights": own.model.layer.weight.tolist()[0], "kept": kept}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ A job is a kind with rows x batch size x accumulation. Losses that are put toget
 """
 
 import json
-import logging
-import os
 import random
 import sys
 import warnings
@@ -21,7 +19,7 @@ import own_losses
 import own_steps
 import random_losses
 import torch
-from common import SGD, Said, arguments, logged, write_outcome
+from common import RANK, SGD, Calls, Said, arguments, logged, write_outcome
 from transformers import TrainerCallback
 
 KINDS = {**own_losses.KINDS, **own_steps.KINDS}
@@ -55,14 +53,6 @@ class Counts(TrainerCallback):
     def on_substep_end(self, args, state, control, **kwargs): ...
 
 
-class Grows(TrainerCallback):
-    def __init__(self, rows):
-        self.rows = rows
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self.rows.extend(make_rows(5, seed=int(state.epoch) + 20))
-
-
 def run(job):
     name, _, shape = job.partition(":")
     count, batch_size, accumulation = map(int, shape.split("x"))
@@ -76,23 +66,19 @@ def run(job):
     config = arguments(
         out / "checkpoints", batch_size, accumulation, max_grad_norm=1e9, remove_unused_columns=False, **settings
     )
-    callbacks = {"grows": [Grows(rows)], "hears": [Counts()]}.get(name, [])
+    grow = Calls(on_epoch_end=lambda _, state, *__, **___: rows.extend(make_rows(5, seed=int(state.epoch) + 20)))
+    callbacks = {"grows": [grow], "hears": [Counts()]}.get(name, [])
     collate = kind.collate()
     trainer = kind.trainer(
         model=model, args=config, train_dataset=kind.dataset(rows), data_collator=collate, callbacks=callbacks
     )
-    said, error = Said(), ""
-    logging.getLogger("unsloth_multigpu").addHandler(said)
-    try:
-        trainer.train()
-    except ump.MultiGPUError as problem:
-        error = f"{problem} {problem.hint}"
-    logging.getLogger("unsloth_multigpu").removeHandler(said)
+    said = Said()
+    error = said.train(trainer)
     report = ump.get_multi_gpu_status().report if not error else None
     facts = {
         **logged(trainer, "grad_norm", "loss"),
         "said": said.records,
-        "error": error,
+        "error": f"{error} {error.hint}" if error else "",
         "first_step": dict(report.first_step) if report else {},
         "inexact": report.inexact if report else "",
         "buffers": {name: float(buffer.double().sum()) for name, buffer in model.named_buffers()},
@@ -104,7 +90,7 @@ def run(job):
 warnings.simplefilter("ignore")
 out.mkdir(parents=True, exist_ok=True)
 found = [random_losses.run(seed) for seed in range(num_random)]
-if found and os.environ.get("RANK", "0") == "0":
+if found and RANK == 0:
     (out / "random.json").write_text(json.dumps(found))
 for job in jobs:
     run(job)

@@ -152,12 +152,8 @@ def of(loss):
 
 
 def class_weights(model, inputs):
-    return torch.nn.CrossEntropyLoss(weight=WEIGHTS)(scores(model, inputs), inputs["labels"])
-
-
-def token_class_weights(model, inputs):
-    logits = scores(model, inputs).flatten(0, 1)
-    return functional.cross_entropy(logits, inputs["labels"].flatten(), weight=WEIGHTS)
+    """Of rows or of tokens."""
+    return torch.nn.CrossEntropyLoss(weight=WEIGHTS)(scores(model, inputs).flatten(0, -2), inputs["labels"].flatten())
 
 
 def weighted_rows(model, inputs):
@@ -257,18 +253,12 @@ class ChangesForm(Trainer):
 def gathers_by_torch(model, inputs):
     """Negatives of all ranks, as in CLIP; the rows of this rank know theirs."""
     rows = scores(model, inputs)
-    others, begin = rows, 0
+    others, begin = [rows], 0
     if dist.is_initialized():
-        sizes = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(sizes, torch.tensor(len(rows)))
-        parts = [rows.new_zeros(max(sizes), rows.shape[1]) for _ in sizes]
-        mine = functional.pad(rows.detach(), (0, 0, 0, int(max(sizes)) - len(rows)))
-        dist.all_gather(parts, mine)
-        parts = [part[:n] for part, n in zip(parts, sizes, strict=True)]
-        parts[dist.get_rank()] = rows
-        begin = int(sum(sizes[: dist.get_rank()]))
-        others = torch.cat(parts)
-    return functional.cross_entropy(rows @ others.T, torch.arange(len(rows)) + begin)
+        rank, others = dist.get_rank(), [None] * dist.get_world_size()
+        dist.all_gather_object(others, rows.detach())
+        others[rank], begin = rows, sum(map(len, others[:rank]))
+    return functional.cross_entropy(rows @ torch.cat(others).T, torch.arange(len(rows)) + begin)
 
 
 class GathersByAccelerate(Trainer):
@@ -327,7 +317,7 @@ class Kind:
 
 KINDS = {
     "class_weights": Kind(of(class_weights)),
-    "token_class_weights": Kind(of(token_class_weights), tagger, lambda: collate_tags),
+    "token_class_weights": Kind(of(class_weights), tagger, lambda: collate_tags),
     "weighted_rows": Kind(of(weighted_rows), collate=lambda: collator(labels="class", weight="weight")),
     "summed_target": Kind(of(summed_target), collate=lambda: collator(target="class")),
     "masked": Kind(model=lambda: BertForMaskedLM(BERT), collate=lambda: collator(labels="masked")),

@@ -1,14 +1,11 @@
 """Trains with losses that are put together at random, a few steps each. Used by own_code.py."""
 
-import logging
 import random
 
 import torch
 from common import SGD, Said, arguments, logged
 from torch.nn import functional
 from transformers import Trainer
-
-import unsloth_multigpu as ump
 
 
 class Tokens(torch.nn.Module):
@@ -25,9 +22,8 @@ def make_rows(rng, count):
     for _ in range(count):
         size = rng.randrange(2, 7)
         ids = [rng.randrange(1, 16) for _ in range(size)]
-        rows.append(
-            {"ids": ids, "labels": [i % 4 if rng.random() < 0.7 else -100 for i in ids], "weight": rng.random()}
-        )
+        labels = [i % 4 if rng.random() < 0.7 else -100 for i in ids]
+        rows.append({"ids": ids, "labels": labels, "weight": rng.random()})
     return rows
 
 
@@ -97,14 +93,7 @@ def run(seed):
     if rng.random() < 0.1:
         model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     said = Said()
-    logging.getLogger("unsloth_multigpu").addHandler(said)
-    error = ""
-    try:
-        trainer.train()
-    except ump.MultiGPUError as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    finally:
-        logging.getLogger("unsloth_multigpu").removeHandler(said)
+    error = said.train(trainer)
     what = f"{seed}: {reduction} {outer} x{copies} acc {accumulation} counts {trainer.counts}"
     weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
     return {
@@ -112,5 +101,5 @@ def run(seed):
         **logged(trainer, "grad_norm"),
         "weights": weights,
         "said": [text for level, text in said.records if level == "WARNING"],
-        "error": error,
+        "error": f"{type(error).__name__}: {error}" if error else "",
     }

@@ -30,10 +30,9 @@ ump.enable_multi_gpu(num_gpus=2)
 import psutil
 import torch
 import torch.distributed.distributed_c10d as c10d
-from common import Line, arguments, points
+from common import RANK, Line, arguments, points, write_facts
 from transformers import Trainer
 
-rank = int(os.environ["RANK"])
 pickled = []
 
 
@@ -79,9 +78,9 @@ def listeners():
 
 
 train()
-(folder / f"pickled_{rank}.json").write_text(json.dumps(pickled))
+write_facts(folder / "pickled", pickled)
 torch.distributed.barrier()
-if rank == 0:
+if RANK == 0:
     facts = {
         "run_dir": modes(os.environ["UNSLOTH_MULTIGPU_RUN_DIR"]),
         "log_dir": modes(ump.get_multi_gpu_status().log_dir),
