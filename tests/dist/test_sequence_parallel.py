@@ -3,13 +3,12 @@
 Rows have 5 to 39 tokens, and lengths are no multiple of the ranks. Packed rows begin anew within a sample.
 """
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.outcome import assert_trained_as_one, outcome
+from tests.helpers.outcome import assert_trained_as_one, facts_of, outcome
 from tests.helpers.run import LIGHT, PLAIN, run_python
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import SetupError
@@ -88,8 +87,7 @@ def test_sft_trains_and_logs_as_one_process(folder):
 @pytest.mark.parametrize("job", REFUSED)
 def test_what_cannot_be_shared_is_refused_before_the_first_step(folder, job):
     told = train_two(folder)
-    for rank in range(2):
-        error, num_steps = json.loads((folder / "two" / f"{job}_{rank}.json").read_text())
+    for error, num_steps in facts_of(folder / "two" / job):
         assert REFUSED[job] in error
         assert "Hint: " in error
         assert num_steps == 0

@@ -3,12 +3,11 @@
 Without a length, the Trainer of one process leaves the gradient of the last micro-batches to the next pass.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.outcome import assert_trained_as_one, outcome
+from tests.helpers.outcome import assert_trained_as_one, facts_of, outcome
 from tests.helpers.run import BARE, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "stream.py"
@@ -40,7 +39,7 @@ def test_steps_are_those_of_one_process(folder, job):
 
 @pytest.mark.parametrize("job", ONCE)
 def test_row_is_read_for_the_training_alone(folder, job):
-    of_ranks = [json.loads((train(folder, 2) / f"{job}_{r}.json").read_text())["samples"] for r in range(2)]
+    of_ranks = [facts["samples"] for facts in facts_of(train(folder, 2) / job)]
     steps = [sorted(mine + other) for mine, other in zip(*of_ranks, strict=True)]
     assert steps == [sorted(rows) for rows in outcome(train(folder, 1), job)[0]["samples"]]
     assert steps[0][0] == 0

@@ -1,10 +1,21 @@
 """What stands for a kernel of TRL that runs on GPUs only."""
 
+from importlib.metadata import version
+
 import torch
+from packaging.version import Version
 
 
 class LogProbs:
     """Stands in for TRL's fused kernel, which runs on a GPU only: the same five numbers of each token."""
+
+    @staticmethod
+    def use() -> None:
+        """In TRL 1.15, which has the kernel on any device; later ones use it where there is a card."""
+        if Version(version("trl")).release[:2] == (1, 15):
+            import trl.trainer.utils
+
+            trl.trainer.utils._ChunkedLogProbFunction = LogProbs
 
     @staticmethod
     def apply(hidden, weight, bias, targets, temperature, *_):

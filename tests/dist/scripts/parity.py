@@ -6,7 +6,6 @@ A job is a kind with rows x batch size x accumulation.
 
 import hashlib
 import importlib.util
-import os
 import random
 import sys
 from collections import Counter
@@ -23,22 +22,16 @@ ump.enable_multi_gpu(num_gpus=num_ranks)
 if importlib.util.find_spec("unsloth") is not None and Version(version("unsloth")) >= Version("2026.10.9"):
     import unsloth  # noqa: F401  (first, as in a user's script; older ones ask for a GPU)
 import torch
-import trl.trainer.utils
-from common import QUIET, Record, logged, write_outcome
+from common import QUIET, Record, logged, rows_in, write_outcome
 from texts import HAS_UNSLOTH, Texts
 
+from tests.helpers.log_probs import LogProbs
+from tests.helpers.tiny import topics
 from unsloth_multigpu.step.feed import StepFeed
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(__file__).resolve().parents[3])]
-from tiny_model import topics
+if not HAS_UNSLOTH:
+    LogProbs.use()
 
-from tests.helpers.log_probs import LogProbs
-
-if not HAS_UNSLOTH and Version(version("trl")).release[:2] == (1, 15):
-    # By a Triton kernel on any device; later ones use it where there is a card.
-    trl.trainer.utils._ChunkedLogProbFunction = LogProbs
-
-rank = int(os.environ.get("RANK", "0"))
 texts = Texts(model_folder)
 COMMON = {
     **QUIET,
@@ -70,24 +63,10 @@ KINDS = {
 }
 
 
-def fingerprint(tokens):
-    return hashlib.md5(str(tokens.tolist()).encode()).hexdigest()[:12]
-
-
-def rows_with_labels(inputs):
+def fingerprints(inputs):
     """The rows, as hashes of their tokens."""
-    ids, mask, labels = (inputs.get(name) for name in ("input_ids", "attention_mask", "labels"))
-    if ids is None or has_filler:
-        return []
-    if "position_ids" in inputs and len(ids) == 1:
-        # Texts end to end: each begins at position 0. A filler has no label at all.
-        if labels is not None and bool((labels == -100).all()):
-            return []
-        begins = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
-        return [fingerprint(part) for part in ids[0].tensor_split(begins[1:])]
-    rows = ids if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
-    has_labels = labels is not None and labels.dim() > 1
-    return [fingerprint(row) for i, row in enumerate(rows) if not (has_labels and bool((labels[i] == -100).all()))]
+    rows = [] if has_filler else rows_in(inputs)
+    return [hashlib.md5(str(row.tolist()).encode()).hexdigest()[:12] for row in rows]
 
 
 def look_at_step(self, *arguments):
@@ -104,7 +83,7 @@ def run(job):
     common = {**COMMON, "per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
     torch.manual_seed(3)
     trainer = KINDS[kind](topics(rows, max_words=40), common)
-    record = Record(trainer, rows_with_labels)
+    record = Record(trainer, fingerprints)
     trainer.train()
     facts = {
         **logged(trainer, "loss", "grad_norm"),

@@ -4,10 +4,7 @@ Usage: sequence_parallel.py MODEL OUT JOBS [OPTION=VALUE ...], with JOBS in comm
 Of a training that is refused it writes the error.
 """
 
-import json
-import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import unsloth_multigpu as ump
@@ -16,8 +13,7 @@ model_folder, out, jobs, *options = sys.argv[1:]
 ump.enable_multi_gpu(**{k: int(v) if v.isdigit() else v for k, v in (each.split("=") for each in options)})
 
 import torch
-from common import SGD, logged, move_off_zero, write_outcome
-from packaging.version import Version
+from common import SGD, logged, move_off_zero, write_facts, write_outcome
 from tiny_llama import RaggedRows, collate, collate_end_to_end
 from transformers import (
     AutoTokenizer,
@@ -64,16 +60,12 @@ def lora():
 
 
 def sft(**layout):
-    import trl.trainer.utils
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    sys.path.append(str(Path(__file__).resolve().parents[3]))
     from tests.helpers.log_probs import LogProbs
 
-    if Version(version("trl")).release[:2] == (1, 15):
-        # By a Triton kernel on any device; later ones use it where there is a card.
-        trl.trainer.utils._ChunkedLogProbFunction = LogProbs
+    LogProbs.use()
     config = SFTConfig(folder, **COMMON, bf16=False, **layout)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     return SFTTrainer(
@@ -106,7 +98,7 @@ for job in jobs.split(","):
     try:
         trainer.train()
     except ump.SetupError as error:
-        (out / f"{job}_{os.environ['RANK']}.json").write_text(json.dumps([str(error), trainer.state.global_step]))
+        write_facts(out / job, [str(error), trainer.state.global_step])
         continue
     facts = {"log": trainer.state.log_history, **logged(trainer, "loss", "grad_norm")}
     facts["total_tokens"] = getattr(trainer, "_total_train_tokens", 0)

@@ -4,7 +4,6 @@ Usage: stream.py RANKS OUT JOB...; 1 rank is the Trainer by itself. Jobs are the
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -15,11 +14,9 @@ if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import torch
-from common import SGD, MeanLoss, Record, arguments, logged, write_outcome
+from common import RANK, SGD, MeanLoss, Record, arguments, logged, write_outcome
 from tiny_llama import RaggedRows, collate, tiny_llama
 from transformers import Trainer
-
-rank = int(os.environ.get("RANK", "0"))
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -49,7 +46,7 @@ class Handle(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         if self.file is None:
-            path = out / f"rows_{rank}.txt"
+            path = out / f"rows_{RANK}.txt"
             path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
             self.file = path.open()
         while line := self.file.readline():
