@@ -94,7 +94,7 @@ class WaitsForStop(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2 and os.environ["RANK"] == "0":
             print("go", flush=True)
-            while not signal.getsignal(signal.SIGINT).__self__.signal_number:
+            while not signal.getsignal(signal.SIGINT).__self__._caught[0]:
                 time.sleep(0.01)
 """
 FAILS = """

@@ -45,7 +45,8 @@ BARE = light("datasets", "peft", "rich", "triton")
 
 def environment_with(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """All variables of a started Python: one thread for each rank, and nothing of what this process was told."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith("UNSLOTH_MULTIGPU_")}
+    # Compiled modules are kept: else each process would compile this package's.
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("UNSLOTH_MULTIGPU_", "PYTHONDONTWRITE"))}
     all_of_them = {**own, **QUIET, **ON_CPU, "OMP_NUM_THREADS": "1", **(env or {})}
     # Last: a test may have a sitecustomize of its own.
     path = os.pathsep.join(filter(None, [all_of_them.get("PYTHONPATH"), SITE]))
