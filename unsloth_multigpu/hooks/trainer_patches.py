@@ -231,7 +231,7 @@ def _refused_unless(
     is_allowed: Callable[[], bool], error: SetupError, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     if not is_allowed():
-        raise error
+        raise error.with_traceback(None)  # A second call raises it again.
     return original(*args, **kwargs)
 
 

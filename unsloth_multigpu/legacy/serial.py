@@ -56,8 +56,8 @@ class SerialTrainer(Part):
         self.moved_bytes = 0
         self.report: RunReport | None = None
         self._devices: list[torch.device] = []
-        # Copies of frozen weights, by the number of the device and the id of the weight.
-        self._frozen: dict[tuple[int, int], torch.Tensor] = {}
+        # Frozen weights and their copies, by the number of the device and the id of the weight, which is kept alive.
+        self._frozen: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._reduction: LossReduction | None = None
         # Device and factor of the shard that is computed now.
         self._shard: tuple[torch.device, float] | None = None
@@ -154,8 +154,8 @@ class SerialTrainer(Part):
             return tensor.to(device, copy=True)
         if key not in self._frozen:
             # Quantized weights have more than their values.
-            self._frozen[key] = copy.deepcopy(tensor).to(device)
-        return self._frozen[key]
+            self._frozen[key] = tensor, copy.deepcopy(tensor).to(device)
+        return self._frozen[key][1]
 
     def _compute_loss(self, original: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kw: Any) -> Any:
         """Overrides `Trainer.compute_loss`: runs on the shard's device, and multiplies by the shard's factor."""

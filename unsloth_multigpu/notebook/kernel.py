@@ -362,8 +362,7 @@ def died(worker: WorkerProcess) -> DistributedError:
 class Channel:
     """One end of a socket pair, over which kernel and worker exchange JSON messages. No pickle.
 
-    Any thread may send; one thread receives. Sending may wait `send_limit_s` for the
-    reader; None = no limit.
+    Any thread may send; one thread receives. Sending may wait `send_limit_s` for the reader; None = no limit.
     """
 
     def __init__(self, end: Connection, send_limit_s: float | None = None) -> None:

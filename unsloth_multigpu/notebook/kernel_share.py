@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from textwrap import shorten
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
@@ -188,7 +187,8 @@ class Receiver(Sharer):
             DistributedError: Rank 0 has raised an error. This one is an instance of that error's class, too.
             LeftAloneError: Rank 0 has left the cell without the value, or computed it before this rank existed.
         """
-        what = shorten(kind, _MESSAGE_CHARACTERS)
+        line = " ".join(kind.split())
+        what = line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}..."
         if self.is_replay:
             if is_value:
                 raise LeftAloneError(
