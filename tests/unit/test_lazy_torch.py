@@ -12,7 +12,8 @@ optimizer = torch.optim.SGD([weight], lr=0.5)
 weight.sum().backward()
 optimizer.step()
 assert weight.tolist() == [0.5, 0.5]
-assert not {"sympy", "torch._dynamo.eval_frame", "torch._decomp.decompositions"} & sys.modules.keys()
+rules = "torch.distributed.tensor._ops._math_ops"
+assert not {"sympy", "torch._dynamo.eval_frame", "torch._decomp.decompositions", rules} & sys.modules.keys()
 traced, before = [], torch._dynamo
 
 @torch._dynamo.allow_in_graph
@@ -38,6 +39,14 @@ with FakeTensorMode():
 assert sys.modules["torch._decomp.decompositions"] is torch._decomp.decompositions
 from torch.distributed.tensor import _decompositions
 assert torch.ops.aten.mse_loss.default in _decompositions.decomposition_table
+dist = torch.distributed
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from torch.distributed.tensor.parallel import loss_parallel
+with loss_parallel():
+    parts = dist.tensor.distribute_tensor(torch.ones(2, 2), dist.device_mesh.init_device_mesh("cpu", (1,)))
+    assert (parts @ parts).sum().full_tensor() == 8
+assert rules in sys.modules
+dist.destroy_process_group()
 """
 
 

@@ -2,8 +2,9 @@
 
 transformers decorates some functions with torch._dynamo, and optimizers, DDP and accelerate ask it whether something is
 compiled. torch.distributed.tensor imports three names of symbolic_shapes, and with it sympy. torch itself imports what
-some operators on tensors without values need, and for that most operators in Python. What stands here answers these as
-the real modules do where nothing is compiled; whoever asks for anything else gets the real ones.
+some operators on tensors without values need, and for that most operators in Python; transformers imports DTensor, and
+with it what each operator does with one. What stands here answers these as the real modules do where nothing is
+compiled or in parts; whoever asks for anything else gets the real ones.
 """
 
 import functools
@@ -14,6 +15,9 @@ from types import ModuleType
 
 DYNAMO, SHAPES = "torch._dynamo", "torch.fx.experimental.symbolic_shapes"
 META, OPERATORS = "torch._meta_registrations", ("torch._decomp", "torch._refs")
+# Packages of which only modules are needed: PRIMS by generators, RULES by torch.distributed.tensor.
+PRIMS, RULES = "torch._prims", "torch.distributed.tensor._ops"
+LOSS = "torch.distributed.tensor.parallel.loss"  # It imports most of RULES.
 # What transformers needs for masks, which does without the rest.
 ALONE = "torch._dynamo._trace_wrapped_higher_order_op"
 
@@ -129,13 +133,38 @@ class Meta(Lazy):
         super().__init__(META)
         for name in OPERATORS:
             place(Operators(name, self))
-        importlib.import_module("torch._prims")  # Generators need it, and torch.distributed.tensor.
+        importlib.import_module("torch._prims.rng_prims")  # Generators need it.
 
     def real(self):
         if not self.is_real:
             for name in OPERATORS:
                 remove(name)
         return super().real()
+
+
+class Package(Lazy):
+    """PRIMS or RULES: its modules are there, and its own code runs in this object when it is needed."""
+
+    def __init__(self, name, spec):
+        super().__init__(name, __path__=list(spec.submodule_search_locations), real_spec=spec)
+
+    def real(self):
+        if not self.is_real:
+            self.is_real = True
+            self.real_spec.loader.exec_module(self)
+        return self
+
+
+def wait_for_parts(api):
+    """The first DTensor loads what each operator does with one; `api` defines it."""
+    new = api.DTensor.__new__
+
+    def make(cls, *args, **kwargs):
+        api.DTensor.__new__ = new
+        sys.modules[RULES].real()
+        return new(cls, *args, **kwargs)
+
+    api.DTensor.__new__ = make
 
 
 class Operators(Lazy):
@@ -191,6 +220,14 @@ class There:
 
 def find(fullname, find_spec):
     """The spec of a module that stands in for one of torch; None where `find_spec()` finds the right one."""
+    if fullname in (PRIMS, RULES):
+        return ModuleSpec(fullname, There(first(Package(fullname, find_spec()))), is_package=True)
+    if fullname == LOSS and LOSS not in tried:
+        loss = first(Lazy(LOSS))
+        loss.loss_parallel = lambda: loss.real().loss_parallel()
+        return ModuleSpec(LOSS, There(loss))
+    if fullname.startswith(f"{RULES}.") and fullname.endswith("_ops") and isinstance(sys.modules.get(PRIMS), Package):
+        Package.real(sys.modules[PRIMS])  # It has an operator of this name.
     if fullname in (SHAPES, META):
         return (
             None

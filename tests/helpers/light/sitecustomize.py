@@ -71,6 +71,7 @@ def freeze(_module):
 
 
 AFTER = {
+    "torch.distributed.tensor._api": lazy_torch.wait_for_parts,
     "importlib.metadata": keep_packages,
     "transformers.utils.import_utils": keep_structure,
     "transformers.trainer": freeze,
