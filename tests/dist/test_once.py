@@ -1,13 +1,13 @@
 """Side effects happen once: files, data sets, plots; and what every rank must have alike."""
 
 import errno
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.outcome import facts_of
 from tests.helpers.run import LIGHT, run_well
-from tests.helpers.tiny import build_tiny
+from tests.helpers.tiny import SMALLEST, build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "once.py"
 
@@ -15,9 +15,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "once.py"
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("once")
-    build_tiny(path / "model")
-    run_well([SCRIPT, path / "model", path], path, LIGHT)
-    return [json.loads((path / f"once_{rank}.json").read_text()) for rank in (0, 1)]
+    build_tiny(path / "model", **SMALLEST)
+    run_well([SCRIPT, path / "model", path / "once"], path, LIGHT)
+    return facts_of(path / "once")
 
 
 READ = """tokenizer_files tokenizer_reads_back adapter_files adapter_config final_files reloaded merged_parameters

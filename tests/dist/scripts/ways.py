@@ -17,25 +17,24 @@ ump.enable_multi_gpu(**LIMITS)
 
 import torch
 from common import RANK, Calls, Line, Stream, arguments, points, write_facts
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer import Trainer as Defining
 
 DECIDED, ROWS = points(32), points(13)
 
 
-class Recorder(TrainerCallback):
-    def __init__(self):
-        self.events = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
+def recorder(events):
+    def on_log(_, state, *__, logs, **___):
         if "loss" in logs:
-            self.events.append(["log", state.global_step])
+            events.append(["log", state.global_step])
 
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
-        self.events.append(["evaluate", state.global_step, *(v for k, v in metrics.items() if k == "eval_drawn")])
+    def on_evaluate(_, state, *__, metrics, **___):
+        events.append(["evaluate", state.global_step, *(v for k, v in metrics.items() if k == "eval_drawn")])
 
-    def on_save(self, args, state, control, **kwargs):
-        self.events.append(["save", state.global_step])
+    def on_save(_, state, *__, **___):
+        events.append(["save", state.global_step])
+
+    return Calls(on_log=on_log, on_evaluate=on_evaluate, on_save=on_save)
 
 
 def sets(flag, step_of, event="on_step_end", lasts=False):
@@ -59,14 +58,10 @@ class Draws(Trainer):
         return metrics
 
 
-class AddsLate(TrainerCallback):
+def adds_late(added):
     """A library may add a callback when the training has begun."""
-
-    def __init__(self, added):
-        self.added = added
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.add_callback(self.added)
+    late = Calls(on_train_begin=lambda *_, **__: late.trainer.add_callback(added))
+    return late
 
 
 def only(rank, step):
@@ -74,17 +69,17 @@ def only(rank, step):
 
 
 def decided(name, *callbacks, trainer_class=Trainer, **given):
-    recorder = Recorder()
+    events = []
     settings = {"learning_rate": 0.1, "optim": "sgd", "logging_steps": 100, "max_steps": 8, **given}
     args = arguments(name, 4, **settings)
-    callbacks = [recorder, *callbacks]
+    callbacks = [recorder(events), *callbacks]
     trainer = trainer_class(Line(), args, train_dataset=DECIDED, eval_dataset=DECIDED[:4], callbacks=callbacks)
     for callback in callbacks:
         callback.trainer = trainer
     trainer.train()
     saved = sorted(p for p in os.listdir(name) if p.startswith("checkpoint-")) if os.path.isdir(name) else []
     weights = [round(w, 6) for w in trainer.model.layer.weight.flatten().tolist()]
-    return {"steps": trainer.state.global_step, "events": recorder.events, "saved": saved, "weights": weights}
+    return {"steps": trainer.state.global_step, "events": events, "saved": saved, "weights": weights}
 
 
 def follow(path):
@@ -120,7 +115,7 @@ def decisions():
     ]
     yield "chain", chain, {"logging_steps": 2}
     yield "epoch-end", [sets("should_save", only(0, 8), "on_epoch_end")], {"max_steps": 10}
-    yield "added", [AddsLate(sets("should_evaluate", only(0, 3)))], {}
+    yield "added", [adds_late(sets("should_evaluate", only(0, 3)))], {}
     yield "rank-1", [sets("should_save", only(1, 3))], {}
 
 
@@ -201,7 +196,7 @@ def own_loop():
 class TwoLoaders(Trainer):
     def get_train_dataloader(self):
         loaders = [torch.utils.data.DataLoader(part, batch_size=2) for part in (ROWS[:6], ROWS[6:])]
-        return Chained([self.accelerator.prepare(loader) for loader in loaders])
+        return [batch for loader in loaders for batch in self.accelerator.prepare(loader)]
 
 
 class PastDDP(Trainer):
@@ -212,18 +207,6 @@ class PastDDP(Trainer):
 class Uploads(Trainer):
     def _finish_current_push(self):
         time.sleep(30 if RANK == 0 else 0)
-
-
-class Chained:
-    def __init__(self, loaders):
-        self.loaders = loaders
-
-    def __iter__(self):
-        for loader in self.loaders:
-            yield from loader
-
-    def __len__(self):
-        return sum(len(loader) for loader in self.loaders)
 
 
 def with_options(**options):
