@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import unsloth_multigpu as ump
@@ -21,12 +22,11 @@ ump.enable_multi_gpu(num_gpus=num_gpus, **options)
 
 import numpy
 import torch
-from common import Comparing, OwnOrder, arguments, logged
+from common import RANK, Calls, Comparing, OwnOrder, arguments, logged
 from safetensors.torch import save_file
 from tiny_llama import tiny_llama
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
-rank = int(os.environ.get("RANK", "0"))
 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -66,16 +66,12 @@ class Collator:
         return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels, "sample": samples}
 
 
-class Watch(TrainerCallback):
-    def __init__(self, line):
-        self.line = line
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if attempt == "0" and self.line.get("kill") == [rank, state.global_step]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        pause = self.line.get("pause") if attempt == "0" else None
-        if state.global_step in (pause, self.line.get("stop")):
-            control.should_save = control.should_training_stop = True
+def after_step(line, _, state, control, **__):
+    if attempt == "0" and line.get("kill") == [RANK, state.global_step]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pause = line.get("pause") if attempt == "0" else None
+    if state.global_step in (pause, line.get("stop")):
+        control.should_save = control.should_training_stop = True
 
 
 def recorded(trainer, seen):
@@ -107,7 +103,7 @@ def train(name, line):
         model = get_peft_model(model, LoraConfig(r=4, lora_dropout=dropout, target_modules=["q_proj", "v_proj"]))
     Rows.is_random = line.get("random", True)
     folder = line.get("folder", f"checkpoints_{name}")
-    if "tear" in line and attempt == "1" and rank == 0:
+    if "tear" in line and attempt == "1" and RANK == 0:
         newest = max(Path(folder).iterdir(), key=lambda path: int(path.name.split("-")[1]))
         (newest / line["tear"]).write_bytes(b"")
     given = {
@@ -127,7 +123,7 @@ def train(name, line):
         train_dataset=Stream() if line.get("stream") else Rows(),
         eval_dataset=[Rows()[0]],
         data_collator=Collator(Rows.is_random),
-        callbacks=[Watch(line)],
+        callbacks=[Calls(on_step_end=partial(after_step, line))],
     )
     seen = []
     recorded(trainer, seen)
@@ -140,11 +136,10 @@ def train(name, line):
         "wrapper": type(trainer.model_wrapped).__name__,
         **logged(trainer, "grad_norm", "learning_rate"),
     }
-    Path(f"{name}_{rank}_{attempt}.json").write_text(json.dumps(facts))
-    if rank == 0:
-        save_file(
-            {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}, f"{name}.safetensors"
-        )
+    Path(f"{name}_{RANK}_{attempt}.json").write_text(json.dumps(facts))
+    if RANK == 0:
+        trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        save_file(trained, f"{name}.safetensors")
 
 
 for pair in sys.argv[3:]:
