@@ -1,6 +1,5 @@
 """What a user meets at the terminal: questions, an error of all ranks, Ctrl-C in the first second."""
 
-import json
 import os
 import pty
 import select
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.outcome import facts_of
 from tests.helpers.run import BARE, finish, start, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "terminal.py"
@@ -45,8 +45,7 @@ def test_question_is_answered_once_and_an_error_of_all_ranks_is_told_once(tmp_pa
     finally:
         os.close(master)
     assert process.wait(_LIMIT_S) == 1
-    for rank in range(2):
-        told = json.loads((tmp_path / f"answers_{rank}.json").read_text())
+    for rank, told in enumerate(facts_of(tmp_path / "answers")):
         assert told[:2] == ["my run", "s3cret"]
         assert told[2].startswith(f"MultiGPUStatus(rank {rank} of 2; launcher unsloth_multigpu; num_gpus=2; logs ")
     assert shown.count("name? ") == 1
