@@ -1,7 +1,7 @@
 """Writes what `tests.gpu.kit` measured into docs/benchmarks.md: `python -m tests.gpu.page RESULT.json...`.
 
-Between two markers, one section for each file, under the name of its card. Without a file it says that nothing was
-measured. What did not pass is named, and a rehearsal is refused.
+Between two marks, one section for each file, under the name of its card. What did not pass is named, and a rehearsal is
+refused.
 """
 
 from __future__ import annotations
@@ -13,40 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.step import PARTS
-from tests.helpers.pages import markdown_table
+from tests.helpers.pages import markdown_table, with_generated
 from unsloth_multigpu.tools.bench.bench_result import ArmResult, Spread, result_row
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- gpu: begin; written by python -m tests.gpu.page -->", "<!-- gpu: end -->"
-NOTHING = (
-    "No card was measured yet: the maintainers had none. `make gpu` measures one, or several, and writes its figures\n"
-    "here; [CONTRIBUTING.md](../CONTRIBUTING.md#on-a-gpu) says how."
-)
 # What of the planner's measurements a reader can use.
 PLANNED = ("overhead_tokens", "floor_tokens", "speeds")
 
 
-def main(paths: Sequence[str]) -> int:
+def main(paths: Sequence[str]) -> None:
     records = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
     for path, record in zip(paths, records, strict=True):
         if record["machine"]["is_tiny"]:
             sys.exit(f"{path} is of a rehearsal, whose figures say nothing.")
-    PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), section(records)), encoding="utf-8")
-    return 0
-
-
-def with_section(page: str, text: str) -> str:
-    """The page with `text` between the markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        sys.exit(f"{PAGE} lacks its markers: {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
-
-
-def section(records: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown of all records."""
-    return "\n\n".join(card_section(record) for record in records) or NOTHING
+    text = "\n\n".join(map(card_section, records))
+    PAGE.write_text(with_generated(PAGE.read_text(encoding="utf-8"), "gpu", text), encoding="utf-8")
 
 
 def card_section(record: Mapping[str, Any]) -> str:
@@ -119,4 +100,4 @@ def fact_text(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

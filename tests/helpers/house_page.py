@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import ast
-import re
 import textwrap
 from collections import defaultdict
 from pathlib import Path
 
+from tests.helpers.pages import with_generated
 from tests.unit.test_house_rules import (
     DATA,
     EDGES,
@@ -101,9 +101,7 @@ def parts_list() -> str:
 def written(page: str) -> str:
     """The page with what follows from the code."""
     for name, text in (("layers", layer_table()), ("parts", parts_list())):
-        mark = re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert mark.search(page), name
-        page = mark.sub(lambda found, text=text: f"{found[1]}\n{text}\n\n{found[2]}", page)  # type: ignore[misc]
+        page = with_generated(page, name, text)
     return page
 
 

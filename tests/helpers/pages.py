@@ -6,6 +6,7 @@ A test compares both.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -145,6 +146,13 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 def _markdown_line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def with_generated(page: str, name: str, text: str) -> str:
+    """The page with `text` between its marks of this name."""
+    mark = re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end -->)", re.DOTALL)
+    assert mark.search(page), name
+    return mark.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page)
 
 
 if __name__ == "__main__":
