@@ -10,13 +10,11 @@ import pytest
 
 from tests.helpers.run import LIGHT, ROOT, run_well
 
+pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(300)]
 EXPERIMENTS = ROOT / "examples" / "experiments"
 ENV = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_hypernetwork_shows_that_ddp_is_its_simulation(tmp_path: Path) -> None:
     run_well([EXPERIMENTS / "hypernetwork.py", "--quick", "--out", "figures"], tmp_path, ENV)
     facts = json.loads((tmp_path / "figures" / "hypernetwork.json").read_text())
@@ -39,9 +37,6 @@ def test_hypernetwork_shows_that_ddp_is_its_simulation(tmp_path: Path) -> None:
     assert facts["command"] in page
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_well([EXPERIMENTS / "gradient_sync.py", "--quick", "--out", "figures"], tmp_path, ENV)
     results = json.loads((tmp_path / "figures" / "gradient_sync.json").read_text())
@@ -81,8 +76,6 @@ def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatc
     assert "it does not matter how gradients are synchronized" not in text
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs Python 3.11")
 def test_federated_aggregation_measures_three_ways(tmp_path: Path) -> None:
     run = run_well([EXPERIMENTS / "federated_aggregation.py", "--quick"], tmp_path, {**ENV, **LIGHT})

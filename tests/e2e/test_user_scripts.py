@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -31,18 +30,12 @@ SAVED = ("lora_model/adapter_model", "outputs/final/adapter_model", "merged_mode
 NUM_STEPS = 6  # 43 rows are 5 whole steps of 8 and one of 3.
 
 
-@dataclass(frozen=True)
-class Runs:
-    """The same script as one process and on two ranks, each in a folder of its own."""
-
-    one: Path
-    two: Path
-    one_process: Finished
-    two_ranks: Finished
+Ended = tuple[Path, Finished]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Ended]:
+    """The same script as one process and on two ranks, each in a folder of its own."""
     folders = [tmp_path_factory.mktemp(name) for name in ("one", "two")]
     for folder in folders:
         put_model_and_data(folder)
@@ -51,7 +44,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     # The ranks have all libraries that are installed.
     one = start([SCRIPT, "--plain"], cwd=folders[0], env={**env, **LIGHT})
     two = start([SCRIPT], cwd=folders[1], env=env)
-    return Runs(*folders, finish(one), finish(two))
+    ended = [finish(process) for process in (one, two)]
+    for run in ended:
+        assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    return (folders[0], ended[0]), (folders[1], ended[1])
 
 
 def put_model_and_data(folder: Path) -> None:
@@ -62,30 +58,25 @@ def put_model_and_data(folder: Path) -> None:
     (folder / "alpaca.json").write_text(json.dumps(rows))
 
 
-def test_notebook_ends_well(runs: Runs) -> None:
-    for run in (runs.one_process, runs.two_ranks):
-        assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
-
-
-def test_notebook_has_the_gradient_norms_of_one_process(runs: Runs) -> None:
-    one, two = (json.loads((folder / "history.json").read_text()) for folder in (runs.one, runs.two))
+def test_notebook_has_the_gradient_norms_of_one_process(runs: tuple[Ended, Ended]) -> None:
+    one, two = (json.loads((folder / "history.json").read_text()) for folder, _ in runs)
     assert len(one) == len(two) == NUM_STEPS
     for what in ("grad_norm", "loss"):
         assert [row[what] for row in two] == pytest.approx([row[what] for row in one], rel=TOLERANCE), what
 
 
-def test_notebook_prints_once(runs: Runs) -> None:
+def test_notebook_prints_once(runs: tuple[Ended, Ended]) -> None:
+    # The other rank came as far, and said so in its log.
+    said = [*(run.out for _, run in runs), (runs[1][0] / "logs" / "rank_1.log").read_text(errors="replace")]
     for text in PRINTED:
-        assert runs.one_process.out.count(text) == 1, text
-        assert runs.two_ranks.out.count(text) == 1, text
-        # The other rank came as far, and said so in its log.
-        assert (runs.two / "logs" / "rank_1.log").read_text(errors="replace").count(text) == 1, text
+        assert [each.count(text) for each in said] == [1, 1, 1], text
 
 
-def test_notebook_leaves_the_files_of_one_process(runs: Runs) -> None:
+def test_notebook_leaves_the_files_of_one_process(runs: tuple[Ended, Ended]) -> None:
+    folders = [folder for folder, _ in runs]
     for file in SAVED:
-        one, two = ((folder / f"{file}.safetensors").stat().st_size for folder in (runs.one, runs.two))
+        one, two = ((folder / f"{file}.safetensors").stat().st_size for folder in folders)
         assert one == two > 0, file
-    assert (runs.two / "loss.png").exists() == HAS_MATPLOTLIB
-    left = [sorted(path.name for path in folder.iterdir() if path.name != "logs") for folder in (runs.one, runs.two)]
+    assert (folders[1] / "loss.png").exists() == HAS_MATPLOTLIB
+    left = [sorted(path.name for path in folder.iterdir() if path.name != "logs") for folder in folders]
     assert left[0] == left[1]

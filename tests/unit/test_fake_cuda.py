@@ -6,11 +6,16 @@ from tests.helpers.fake_cuda import cards, needs_device
 from tests.helpers.run import PLAIN, finish, free_port, run_python, start
 
 pytestmark = needs_device
+HEAD = """
+import unittest
+import torch
+refused = unittest.TestCase().assertRaisesRegex
+"""
 
 
 def run(folder, source, **options):
     script = folder / "script.py"
-    script.write_text("import torch\n" + textwrap.dedent(source))
+    script.write_text(HEAD + textwrap.dedent(source))
     return run_python([script], folder, {**PLAIN, **cards(2, guarded=True, **options)})
 
 
@@ -25,12 +30,8 @@ def test_device_is_torchs_own_cuda_with_generators_and_memory(tmp_path):
         (x @ x).sum().backward()
         assert x.grad.device == torch.device("cuda:1")
         for other in (torch.ones(8), torch.ones(8, device="cuda:0")):
-            try:
+            with refused(RuntimeError, "Expected all tensors to be on the same device"):
                 x + other
-            except RuntimeError as error:
-                assert "Expected all tensors to be on the same device" in str(error)
-            else:
-                raise AssertionError("mixed devices")
         with torch.autocast("cuda", torch.float16):
             assert (x @ x).dtype == torch.float16
         scaler, optimizer = torch.amp.GradScaler("cuda"), torch.optim.AdamW([x], fused=True)
@@ -61,12 +62,8 @@ def test_device_is_torchs_own_cuda_with_generators_and_memory(tmp_path):
         before = torch.cuda.memory_allocated(1)
         x = torch.empty(1000, 1000, device="cuda:1")
         assert torch.cuda.memory_allocated(1) - before == 4_000_256
-        try:
+        with refused(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 7.63 MiB. GPU 1"):
             torch.empty(2_000_000, device="cuda:1")
-        except torch.OutOfMemoryError as error:
-            assert "CUDA out of memory. Tried to allocate 7.63 MiB. GPU 1" in str(error)
-        else:
-            raise AssertionError("no limit")
         torch.empty(2_000_000, device="cuda:0")
         del x
         assert torch.cuda.memory_allocated(1) == before and torch.cuda.max_memory_allocated(1) >= 4_000_256
@@ -91,7 +88,7 @@ assert x.tolist() == [3.0] * 4
 
 def ranks(folder, source):
     script = folder / "rank.py"
-    script.write_text("import torch\n" + RANK + textwrap.dedent(source))
+    script.write_text(HEAD + RANK + textwrap.dedent(source))
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **cards("0,1", of=2)}
     started = [start([script], folder, {**PLAIN, **shared, "RANK": str(rank)}) for rank in range(2)]
     return [finish(process, 60.0) for process in started]
@@ -129,12 +126,8 @@ def test_collective_runs_behind_the_hosts_back_and_refuses_what_nccl_refuses(tmp
             (torch.ones(1), "No backend type associated with device type cpu"),
             (torch.ones(1, device=1 - rank), "NCCL would open a second communicator"),
         ):
-            try:
+            with refused(RuntimeError, message):
                 dist.all_reduce(tensor)
-            except RuntimeError as error:
-                assert message in str(error)
-            else:
-                raise AssertionError("not refused")
         # Aborted, a collective leaves its data unreduced, without an error.
         if rank == 0:
             x.fill_(3.0)
