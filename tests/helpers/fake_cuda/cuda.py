@@ -320,7 +320,6 @@ def _event_base(event: Any) -> Any:
 @functools.cache
 def _properties(device: int) -> Any:
     major, minor = map(int, os.environ.get("FAKE_CUDA_CAPABILITY", "7.5").split("."))
-    physical = _library().fake_cuda_physical_index(device)
     return types.SimpleNamespace(
         name=_NAME,
         major=major,
@@ -328,19 +327,12 @@ def _properties(device: int) -> Any:
         total_memory=_library().fake_cuda_memory(device, _LIMIT),
         multi_processor_count=4,
         is_integrated=False,
-        is_multi_gpu_board=False,
         gcnArchName="",
         warp_size=32,
-        uuid=f"GPU-{physical:08x}",
-        pci_bus_id=physical,
-        pci_device_id=0,
-        pci_domain_id=0,
-        shared_memory_per_block=49152,
+        uuid=f"GPU-{_library().fake_cuda_physical_index(device):08x}",
         shared_memory_per_block_optin=65536,
         shared_memory_per_multiprocessor=65536,
-        regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=1024,
-        L2_cache_size=1 << 22,
     )
 
 

@@ -15,13 +15,5 @@ def completion_of(prompt_ids, place):
     return [20 + (7 * sum(prompt_ids) + 11 * place + 5 * k) % 900 for k in range(length)]
 
 
-class LLM:
-    """Names that TRL imports for an engine in the process."""
-
-
-class RequestOutput:
-    """See LLM."""
-
-
-class SamplingParams:
-    """See LLM."""
+# Names that TRL imports for an engine in the process.
+LLM = RequestOutput = SamplingParams = object

@@ -58,6 +58,8 @@ class Handler(BaseHTTPRequestHandler):
     def start_weight_update(self, given):
         pass
 
+    finish_weight_update = start_weight_update
+
     def update_weights(self, given):
         total = 0.0
         for _, dtype, shape in zip(*(given["update_info"][n] for n in ("names", "dtype_names", "shapes")), strict=True):
@@ -66,9 +68,6 @@ class Handler(BaseHTTPRequestHandler):
             total += float(weight.to("cuda").double().cpu().abs().sum())
         facts["weights"].append(total)
         report()
-
-    def finish_weight_update(self, given):
-        pass
 
     def reset_prefix_cache(self, given):
         return {"success": True}
