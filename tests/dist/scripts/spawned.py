@@ -4,7 +4,6 @@ WHERE is the place of the line: "inside" the function that is started, or at the
 process without spawn.
 """
 
-import json
 import multiprocessing
 import os
 import sys
@@ -30,7 +29,7 @@ def train(rank):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     if where == "inside":
         ump.enable_multi_gpu(**LINE)
-    from common import Calls, Line, arguments, logged, points
+    from common import Calls, Line, arguments, logged, points, write_facts
     from transformers import Trainer
 
     def note(*_, **__):
@@ -51,7 +50,7 @@ def train(rank):
         "weights": [w for p in trainer.model.parameters() for w in p.flatten().tolist()],
         "samples": status.report and status.report.ranks[rank].num_samples,
     }
-    Path(out, f"rank_{rank}.json").write_text(json.dumps(facts))
+    write_facts(out / "rank", facts)
 
 
 if __name__ == "__main__":
