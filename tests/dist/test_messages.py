@@ -156,6 +156,7 @@ def test_out_of_memory_on_a_rank_says_how_much_and_what_to_set(trainings):
     assert not (folder / "memory_0.json").exists()
 
 
+@pytest.mark.thorough
 def test_stream_that_ends_earlier_on_a_rank_is_named(tmp_path):
     run = run_python([SCRIPT, "stream"], tmp_path, PLAIN)
     assert (
