@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 import unsloth_multigpu as ump
 
@@ -15,26 +16,21 @@ place, step = sys.argv[1].split(":")
 ump.enable_multi_gpu(num_gpus=2, resume="auto", balance="off")
 
 import torch
-from common import OwnOrder
+from common import RANK, Calls, OwnOrder, arguments
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback
 
 from unsloth_multigpu.wire.context import RunContext
 
 
-class Stop(TrainerCallback):
-    def signal(self, state, here):
-        if (here, state.global_step) == (place, int(step)) and os.environ["RANK"] == "0":
-            os.kill(RunContext.read(os.environ).supervisor_pid, signal.SIGTERM)
-            time.sleep(1.0)  # The supervisor looks for signals ten times a second.
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.signal(state, "step")
-        if (place, state.global_step) == ("killed", int(step)):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_prediction_step(self, args, state, control, **kwargs):
-        self.signal(state, "evaluation")
+def stop(places, _, state, *__, **___):
+    if place not in places or state.global_step != int(step):
+        return
+    if place == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif RANK == 0:
+        os.kill(RunContext.read(os.environ).supervisor_pid, signal.SIGTERM)
+        time.sleep(1.0)  # The supervisor looks for signals ten times a second.
 
 
 def masked(rows):
@@ -42,28 +38,30 @@ def masked(rows):
     return {**batch, "labels": batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.3, -100)}
 
 
+stops = Calls(
+    on_step_begin=partial(stop, ["step", "killed"]),
+    on_prediction_step=partial(stop, ["evaluation"]),
+)
 torch.manual_seed(0)
 trainer = OwnOrder(
     model=tiny_llama(attention_dropout=0.1),
-    args=TrainingArguments(
-        "checkpoints",
-        per_device_train_batch_size=4,
+    args=arguments(
+        *("checkpoints", 4),
         per_device_eval_batch_size=2,
         max_steps=14,
         eval_strategy="steps",
         eval_steps=4,
+        save_strategy="steps",
         save_steps=4,
-        logging_steps=1,
         learning_rate=1e-3,
         metric_for_best_model="eval_loss",
         restore_callback_states_from_checkpoint=True,
-        report_to=[],
     ),
     train_dataset=RaggedRows(20),
     eval_dataset=RaggedRows(12, seed=1),
     data_collator=masked,
     # The loss never falls by so much: the third evaluation ends the training.
-    callbacks=[EarlyStoppingCallback(2, early_stopping_threshold=100.0), Stop()],
+    callbacks=[EarlyStoppingCallback(2, early_stopping_threshold=100.0), stops],
 )
 trainer.train()
 trainer.save_state()
