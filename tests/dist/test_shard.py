@@ -1,5 +1,6 @@
 """Sharded training against one process: FSDP2 of accelerate, of transformers and of Unsloth, on CPU ranks."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "shard.py"
 pytestmark = pytest.mark.slow
 
 SAVED = ("full:32x8x1", "lora:30x2x4", "qlora:30x8x1")
+# Other models than a decoder of texts.
+KINDS = [f"momentum_{kind}" for kind in ("llama:11x4x1", "vit:11x4x1", "llava:11x4x1", "picky:8x4x1")]
 # Name -> ranks, variables and jobs of the thorough suite.
 MORE = {
     # The script itself asks for sharding.
@@ -25,11 +28,22 @@ MORE = {
     # Steps whose samples three ranks share evenly, and such as they do not.
     "three": (3, {}, [f"momentum_{kind}" for kind in ("full:36x6x2", "full:31x8x1", "lora:36x6x2", "lora:31x2x4")]),
     "three_by_adam": (3, {}, ["epsilon_full:31x8x1", "qlora:31x8x1"]),
-    "trl": (2, light(), ["sft_full:15x4x2", "dpo_lora:14x2x2"]),
+    "kinds": (2, light(), ["sft_full:15x4x2", "dpo_lora:14x2x2", *KINDS]),
     "unsloth": (2, {"ENGINE": "unsloth", **light_with_bits()}, ["unsloth_lora:15x8x1", "unsloth_full:15x8x1"]),
+}
+# Come behind the jobs of "kinds", and the script goes on without them.
+REFUSED = {
+    "t5": "share one weight, of which accelerate's FSDP2 would make two",
+    "hooked": "The script's hook on the gradient of lm_head.weight is never called in a sharded training",
+    "adafactor_llama": "optim='adafactor' cannot train weights that are sharded by FSDP2 of accelerate",
+    "inner": "model.norm.weight, lm_head.weight came out of step 1 unsharded: a part of the model was called by itself",
+    "own_backward": "OwnBackward.training_step calls backward() by itself, and the model is sharded",
+    "by_hand": "ByHand.compute_loss calls a part of the model by itself, and a sharded model gathers its weights when",
 }
 NORM, WEIGHTS = 1e-5, 1e-5
 # Adam makes the rounding of rare tokens' gradients visible; by as much where DDP trains.
+# Weights that no pass reads; and such whose gradient is only rounding, in one process too.
+STILL = ("vision_tower.post_layernorm.weight", "vision_tower.post_layernorm.bias", "k_proj.bias")
 BY_ADAM = {"full:32x8x1": 2e-3, "qlora:30x8x1": 1e-4, "qlora:31x8x1": 1e-4, "unsloth_lora:15x8x1": 1e-4}
 TINY = """
 import os, sys; sys.path.insert(0, sys.argv[1])
@@ -64,7 +78,7 @@ def facts(out, job):
 
 
 def largest_difference(one, two, file="weights.safetensors"):
-    return outcome.largest_difference(one / file, two / file, relative=True)
+    return outcome.largest_difference(one / file, two / file, relative=True, least=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +96,31 @@ def sharded(folder, alone):
     return train(folder, 2, SAVED, 3)
 
 
+@pytest.fixture(scope="module")
+def more(folder):
+    """Trains the jobs of a name in `MORE`, once, by one process and by ranks."""
+
+    @functools.cache
+    def trained(name):
+        num_ranks, options, jobs = MORE[name]
+        refused, code = (REFUSED, SetupError.exit_code) if name == "kinds" else ((), 0)
+        one, _ = train(folder, 1, jobs, name=name, **options)
+        return one, *train(
+            folder, num_ranks, [*jobs, *(f"{kind}:11x4x1" for kind in refused)], name=name, code=code, **options
+        )
+
+    return trained
+
+
 def assert_same_training(one, many, job, num_ranks):
     (single,), ranks = facts(one, job), facts(many, job)
     assert len(ranks) == num_ranks
     assert ranks[0]["norms"] == pytest.approx(single["norms"], rel=NORM)
     assert largest_difference(one / job, many / job) <= BY_ADAM.get(job, WEIGHTS)
-    assert not ranks[0]["unmoved"]
+    assert all(name.endswith(STILL) for name in ranks[0]["unmoved"])
     for rank in ranks:
         for kind in ("parameter_bytes", "optimizer_bytes"):
-            assert rank[kind] <= (1 / num_ranks + 0.01) * single[kind]
+            assert rank[kind] <= (1 / num_ranks + 0.015) * single[kind]
 
 
 @pytest.mark.parametrize("job", SAVED)
@@ -100,14 +130,35 @@ def test_sharded_ranks_train_as_one_process_does(alone, sharded, job):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [*list(MORE)[:-1], pytest.param("unsloth", marks=UNSLOTH)])
-def test_other_jobs_train_as_in_one_process(folder, name):
-    num_ranks, options, jobs = MORE[name]
-    one, _ = train(folder, 1, jobs, name=name, **options)
-    many, text = train(folder, num_ranks, jobs, name=name, **options)
+def test_other_jobs_train_as_in_one_process(more, name):
+    (num_ranks, _, jobs), (one, many, text) = MORE[name], more(name)
     sharder = "Unsloth" if name == "unsloth" else "accelerate"
-    assert text.count(f"sharded by FSDP2 of {sharder}: a rank holds {100 // num_ranks}.") == len(jobs)
+    num_told = text.count(f"sharded by FSDP2 of {sharder}: a rank holds {100 // num_ranks}.")
+    # Some kinds are trained again, and some are refused when they are sharded.
+    assert num_told > len(jobs) if name == "kinds" else num_told == len(jobs)
     for job in jobs:
         assert_same_training(one, many, job, num_ranks)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("saver", ["save_model", "save_pretrained"])
+def test_files_have_the_names_of_one_process(more, saver):
+    """LLaVA's weights have other names in files."""
+    one, two = (out / "momentum_llava:11x4x1" / saver for out in more("kinds")[:2])
+    assert outcome.largest_difference(one / "model.safetensors", two / "model.safetensors") <= 1e-6
+    assert json.loads((one / "config.json").read_text()) == json.loads((two / "config.json").read_text())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_sharded_is_refused_before_the_first_step(more, kind):
+    ranks = facts(more("kinds")[1], f"{kind}:11x4x1")
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert REFUSED[kind] in rank["refused"]
+        assert "Hint:" in rank["refused"]
+        # What a callback calls is seen behind the first step.
+        assert not rank["norms"] or kind == "inner"
 
 
 @pytest.mark.parametrize("job", SAVED)

@@ -68,12 +68,12 @@ def assert_trained_as_one(
     return [expected, *ranks]
 
 
-def largest_difference(first: Path, second: Path, *, relative: bool = False) -> float:
+def largest_difference(first: Path, second: Path, *, relative: bool = False, least: float = 0.0) -> float:
     """Between two numbers in the same place of two files. NaN where one of them is NaN.
 
-    `relative`: to the largest value of each tensor of the first file.
+    `relative`: to the largest value of each tensor of the first file, or to `least` where all values are smaller.
     """
     one, other = load_file(first), load_file(second)
     assert one.keys() == other.keys()
-    scales = {name: one[name].abs().max() if relative else 1 for name in one}
+    scales = {name: one[name].abs().max().clamp(min=least) if relative else 1 for name in one}
     return float(torch.tensor([float((one[n] - other[n]).abs().max() / scales[n]) for n in one]).max())

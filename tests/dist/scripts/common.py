@@ -154,17 +154,6 @@ class OwnOrder(Trainer):
         return torch.utils.data.SubsetRandomSampler(range(len(self.train_dataset)))
 
 
-class GradientNorms(TrainerCallback):
-    """Notes the gradient norm of each step of this training, and of none that it goes on from."""
-
-    def __init__(self):
-        self.norms = []
-
-    def on_log(self, _args, state, control, logs=None, **kwargs):
-        if "grad_norm" in logs:
-            self.norms.append(float(logs["grad_norm"]))
-
-
 def points(count):
     """Rows for `Line`."""
     inputs = torch.tensor([[i % 7 - 3.0, i % 5 - 2.0] for i in range(count)])

@@ -2,7 +2,8 @@
 
 Usage: shard.py RANKS MODEL OUT SAVE_STEPS JOB..., with SAVE_STEPS=0: nothing is saved.
 A job is a kind with rows x batch size x accumulation. Before a kind, "asked_": the script itself asks for FSDP2;
-"momentum_": SGD with momentum; "epsilon_": Adam with a large epsilon.
+"momentum_": SGD with momentum; "epsilon_": Adam with a large epsilon; "adafactor_". Kinds of shard_kinds.py may be
+refused.
 Variables: ENGINE=unsloth; RESUME=FOLDER of another --out, whose checkpoint of step 3 is resumed from.
 """
 
@@ -25,14 +26,16 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(
 if ENGINE == "unsloth":
     import unsloth  # noqa: F401
 
+import shard_kinds
 import torch
-from common import QUIET, GradientNorms, move_off_zero
+from common import QUIET, Calls, move_off_zero
 from safetensors.torch import save_file
 from texts import Texts
 from tiny_model import topics
 from transformers import TrainerCallback
 
 from tests.helpers.cpu_fsdp import allow_cpu_ranks
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import fsdp_modules, part_of, whole_of
 from unsloth_multigpu.step.passes import StepPasses
 
@@ -44,6 +47,7 @@ BY_SGD = ("asked_scaled", "asked_full", "unsloth_full", "sft_full")
 TOLD = {
     "momentum_": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1},
     "epsilon_": {"adam_epsilon": 1e-3},
+    "adafactor_": {"optim": "adafactor"},
 }
 # Three ranks share six rows evenly.
 LORA = {"r": 6, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
@@ -123,6 +127,8 @@ class Uploads:
 
 
 def trainer_of(kind, rows, args):
+    if kind in shard_kinds.KINDS:
+        return shard_kinds.trainer_of(kind, len(rows), args)
     model, engine = MODELS[kind.removeprefix("asked_")](), kind.partition("_")[0]
     if engine == "asked":
         args["fsdp"] = num_ranks > 1
@@ -156,6 +162,21 @@ def offload_policies(model):
     return {type(group.offload_policy).__name__ for state in states for group in state._fsdp_param_groups}
 
 
+# Of one job, and of no training that it goes on from.
+seen, norms = [], []
+train_step = StepPasses.train
+
+
+def noted(self, original_step, model, step, *rest, **more):
+    seen.append([[p.piece.is_filler, *p.piece.positions] for p in step.micro_batches])
+    return train_step(self, original_step, model, step, *rest, **more)
+
+
+def note_norm(*_, logs, **__):
+    norms.extend(float(norm) for name, norm in logs.items() if name == "grad_norm")
+
+
+StepPasses.train = noted
 for job in jobs:
     kind, _, shape = job.partition(":")
     num_rows, batch, accumulation = map(int, shape.split("x"))
@@ -180,25 +201,25 @@ for job in jobs:
             kind, args = kind.removeprefix(prefix), {**args, **told}
     trainer = trainer_of(kind, topics(num_rows, max_words=60), args)
     before = {n: whole_of(p.detach()).cpu().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    watcher = GradientNorms()
+    watcher = Calls(on_log=note_norm)
     trainer.add_callback(watcher)
-    seen = []
-    original = StepPasses.train
-
-    def computed(self, original_step, model, step, *rest, _original=original, _seen=seen, **more):
-        _seen.append([[p.piece.is_filler, *p.piece.positions] for p in step.micro_batches])
-        return _original(self, original_step, model, step, *rest, **more)
-
-    StepPasses.train = computed
+    seen.clear()
+    norms.clear()
     earlier = Path(os.environ["RESUME"], job, "checkpoints", "checkpoint-3") if "RESUME" in os.environ else None
-    trainer.train(resume_from_checkpoint=earlier and str(earlier))
-    StepPasses.train = original
+    try:
+        trainer.train(resume_from_checkpoint=earlier and str(earlier))
+        shard_kinds.train_again(kind, trainer, watcher)
+    except SetupError as error:
+        if kind not in shard_kinds.KINDS:
+            raise
+        (folder / f"facts_{rank}.json").write_text(json.dumps({"refused": str(error), "norms": norms}))
+        continue
     model = trainer.model
     after = {n: whole_of(p.detach()).cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     states = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
     facts = {
-        "norms": watcher.norms,
+        "norms": norms,
         "unmoved": [n for n in after if n in before and bool((after[n] == before[n]).all())] if rank == 0 else [],
         "parameter_bytes": num_bytes(model.parameters()),
         "optimizer_bytes": num_bytes(states),
@@ -208,9 +229,10 @@ for job in jobs:
     (folder / f"facts_{rank}.json").write_text(json.dumps(facts))
     if rank == 0:
         save_file({name: value.clone() for name, value in after.items()}, folder / "weights.safetensors")
-    if save_steps:
+    if save_steps or kind == "llava":
         trainer.save_model(str(folder / "save_model"))
         model.save_pretrained(str(folder / "save_pretrained"))
+    if save_steps:
         if kind == "lora":
             model.base_model.model.save_pretrained(str(folder / "inside"))
         uploads = Uploads(folder)
