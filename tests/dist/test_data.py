@@ -183,7 +183,7 @@ def test_one_line_says_how_samples_are_dealt(folder):
     lines = (train(folder, 2) / "stderr.txt").read_text().splitlines()
     for reason, count in {
         "a streaming data set does not say what comes": 5,
-        "list has no attribute `lengths` with the tokens of each row": 1,
+        "Silent has no attribute `lengths` with the tokens of each row": 1,
         "the collator makes 32 tokens of a row of 2 and 32 of one of 14": 1,
     }.items():
         assert sum(line.endswith(f", dealt in order: {reason}") for line in lines) == count, reason

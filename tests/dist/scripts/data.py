@@ -33,10 +33,20 @@ balance._ASSUMED["cpu"] = CostModel(overhead_tokens=4.0, floor_tokens=0.0)
 balance.Balancer._measures = lambda self: False
 
 
-class Rows(list):
-    """Rows that say how long they are."""
-
+class Rows(torch.utils.data.Dataset):
     lengths = tuple(len(row["input_ids"]) for row in ROWS)
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        return ROWS[index]
+
+
+class Silent(Rows):
+    """Rows that do not say how long they are."""
+
+    lengths = None
 
 
 class OwnGenerator(Trainer):
@@ -194,7 +204,7 @@ def small_model():
 
 def build(name, kind=Trainer, data=None, model=small_model, collator=collate, eval_data=None, **settings):
     settings = {"num_train_epochs": 2, "learning_rate": 1e-2, "per_device_eval_batch_size": 3, **settings}
-    args, data = arguments(out / name, 3, 2, **settings), Rows(ROWS) if data is None else data
+    args, data = arguments(out / name, 3, 2, **settings), Rows() if data is None else data
     return kind(model=model(), args=args, train_dataset=data, data_collator=collator, eval_dataset=eval_data)
 
 
@@ -315,7 +325,7 @@ TRAINED = {
     "own_generator_workers": {"kind": OwnGenerator, "dataloader_num_workers": 2},
     "masked_lm": {"model": bert, "collator": collate_masked},
     "hf_dataset": {"data": hf_dataset},
-    "silent": {"data": ROWS},
+    "silent": {"data": Silent()},
     "fixed_width": {"collator": collate_to_32},
     "end_to_end": {"collator": collate_end_to_end},
     "streaming": {"data": Stream(ROWS), "max_steps": 6},
