@@ -133,8 +133,9 @@ def test_cells_train_generate_and_save_as_one_process_does(notebook: NotebookRun
     of_one = _norms((notebook.folder / "alone").read_text())[["full", "lora"].index(kind)]
     assert _norms(text)[-1] == pytest.approx(of_one, rel=1e-5)
     _check_files(notebook, kind)
-    reloaded = "Texts('full').causal_lm()" if kind == "full" else "PeftModel.from_pretrained(load('full'), 'lora')"
-    said = notebook.well(f"from peft import PeftModel\nprint(say(model) == say({reloaded}))")
+    whole, adapter = "AutoModelForCausalLM.from_pretrained('full')", "PeftModel.from_pretrained(load('full'), 'lora')"
+    imports = "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n"
+    said = notebook.well(f"{imports}print(say(model) == say({whole if kind == 'full' else adapter}))")
     assert said.splitlines()[-1] == "True"
 
 
