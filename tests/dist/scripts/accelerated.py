@@ -37,21 +37,15 @@ class Stream(IterableDataset):
         return iter([self.rows[i] for i in range(len(self.rows))])
 
 
-def rows_of(model, batch):
-    """Of each row what its loss is a mean of."""
-    return model(batch["x"]).square().sum(-1)
-
-
 class Loop:
     """A training as `*_no_trainer.py` scripts have it."""
 
-    def __init__(self, data, model=None, *, batch_size=4, accumulation=1, loader=None, **options):
+    def __init__(self, data, *, batch_size=4, accumulation=1, loader=None, **options):
         self.accelerator = Accelerator(gradient_accumulation_steps=accumulation, **options)
         # Draws differ from rank to rank, and the order of rows does not.
         set_seed(3, device_specific=True)
-        model = model or torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(self.trained, lr=0.05)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         loader = DataLoader(data, batch_size=batch_size, **({"shuffle": True} if loader is None else loader))
         # Some scripts count the steps of a schedule before accelerate has shared the loader, and multiply here.
         num_steps = math.ceil(math.ceil(21 / batch_size) / accumulation) * NUM_EPOCHS * self.accelerator.num_processes
@@ -64,9 +58,10 @@ class Loop:
     def epoch(self, loader=None, loss_of=None):
         for batch in loader or self.loader:
             with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(loss_of(self.model, batch) if loss_of else rows_of(self.model, batch).mean())
+                rows = self.model(batch["x"]).square().sum(-1)
+                self.accelerator.backward(rows.mean() if loss_of is None else loss_of(rows, batch))
                 if self.accelerator.sync_gradients:
-                    norm = self.accelerator.clip_grad_norm_(self.trained, 100.0)
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 100.0)
                     self.found["steps"].append([float(norm), self.schedule.get_last_lr()[0]])
                 self.optimizer.step()
                 self.schedule.step()
@@ -75,8 +70,7 @@ class Loop:
         return self
 
     def done(self):
-        model = self.accelerator.unwrap_model(self.model)
-        weights = [p.detach().flatten() for p in model.parameters() if p.requires_grad]
+        weights = [p.detach().flatten() for p in self.accelerator.unwrap_model(self.model).parameters()]
         return {**self.found, "weights": torch.cat(weights).tolist()}
 
 
@@ -123,9 +117,9 @@ def by_tokens():
     """A loss that is a sum over tokens, divided by those of all ranks."""
     loop = Loop(Rows(21))
 
-    def loss_of(model, batch):
+    def loss_of(rows, batch):
         num_tokens = loop.accelerator.gather_for_metrics(batch["tokens"]).sum()
-        return (rows_of(model, batch) * batch["tokens"]).sum() * loop.accelerator.num_processes / num_tokens
+        return (rows * batch["tokens"]).sum() * loop.accelerator.num_processes / num_tokens
 
     return loop.epoch(loss_of=loss_of).done()
 
@@ -138,9 +132,11 @@ def stream():
 def diffusion():
     """LoRA of a UNet, as scripts of diffusers train it; noise and time belong to a row."""
     from diffusers import DDPMScheduler, UNet2DConditionModel
+    from diffusers.optimization import get_scheduler
     from peft import LoraConfig
 
     set_seed(5)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
     unet = UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(4, 8),
@@ -152,22 +148,36 @@ def diffusion():
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
     ).requires_grad_(False)
     unet.add_adapter(LoraConfig(r=2, init_lora_weights="gaussian", target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
+    trained = [p for p in unet.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
     images = torch.randn(10, 4, 8, 8, generator=torch.Generator().manual_seed(2))
-    noising = DDPMScheduler(num_train_timesteps=100)
-
-    def drawn(row):
-        draw = torch.Generator().manual_seed(int(row))
-        image, time = torch.randn(4, 8, 8, generator=draw), torch.randint(0, 100, (), generator=draw)
-        return image, time, torch.randn(2, 4, generator=draw)
-
-    def loss_of(model, batch):
-        draws = zip(*map(drawn, batch["id"]), strict=True)
-        noise, times, words = (torch.stack(values).to(batch["x"].device) for values in draws)
-        made = model(noising.add_noise(batch["x"], noise, times), times, words, return_dict=False)[0]
-        return torch.nn.functional.mse_loss(made.float(), noise.float(), reduction="mean")
-
-    rows = [{"id": i, "x": image} for i, image in enumerate(images)]
-    return Loop(rows, unet, batch_size=3, accumulation=2).epoch(loss_of=loss_of).done()
+    loader = DataLoader(list(enumerate(images)), shuffle=True, batch_size=3)
+    # 2 steps of 2 batches.
+    num_sharded = math.ceil(len(loader) / accelerator.num_processes)
+    num_steps = math.ceil(num_sharded / 2) * accelerator.num_processes
+    schedule = get_scheduler(
+        "linear", optimizer, num_warmup_steps=accelerator.num_processes, num_training_steps=num_steps
+    )
+    unet, optimizer, loader, schedule = accelerator.prepare(unet, optimizer, loader, schedule)
+    noising, found = DDPMScheduler(num_train_timesteps=100), []
+    unet.train()
+    for ids, latents in loader:
+        with accelerator.accumulate(unet):
+            draws = [torch.Generator().manual_seed(int(i)) for i in ids]
+            noise = torch.stack([torch.randn(4, 8, 8, generator=draw) for draw in draws]).to(latents.device)
+            times = torch.stack([torch.randint(0, 100, (), generator=draw) for draw in draws]).to(latents.device)
+            words = torch.stack([torch.randn(2, 4, generator=draw) for draw in draws]).to(latents.device)
+            made = unet(noising.add_noise(latents, noise, times), times, words, return_dict=False)[0]
+            loss = torch.nn.functional.mse_loss(made.float(), noise.float(), reduction="mean")
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(trained, 1.0)
+                found.append([float(norm), schedule.get_last_lr()[0]])
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    weights = [p.detach().flatten() for p in accelerator.unwrap_model(unet).parameters() if p.requires_grad]
+    return {"steps": found, "num_steps": num_steps, "weights": torch.cat(weights).tolist()}
 
 
 def trainer():
