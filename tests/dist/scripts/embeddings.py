@@ -1,19 +1,16 @@
 """Trains a tiny model of sentence-transformers by several losses: the last batch and the last step are incomplete.
 
-Usage: embeddings.py MODEL_FOLDER OUT_FILE
+Usage: embeddings.py MODEL_FOLDER OUT LOSS...
 """
 
-import json
-import os
 import sys
-from pathlib import Path
 
 import unsloth_multigpu as ump
 
 ump.enable_multi_gpu()
 
 import torch
-from common import arguments
+from common import arguments, logged, write_facts
 from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
@@ -27,9 +24,8 @@ from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 LOSSES = {
-    "cosine": (losses.CosineSimilarityLoss, 2),
     # Its trainer learns its batch only before it trains, as SetFit's does.
-    "told_late": (losses.CosineSimilarityLoss, 1),
+    "cosine": (losses.CosineSimilarityLoss, 2),
     "ranking": (losses.MultipleNegativesRankingLoss, 1),
     # As a script for torchrun has it: whole micro-batches, of which one rank alone has each, gather nothing.
     "ranking_whole": (lambda model: losses.MultipleNegativesRankingLoss(model, gather_across_devices=True), 2),
@@ -39,8 +35,12 @@ LOSSES = {
     "softmax": (lambda m: losses.SoftmaxLoss(m, m.get_sentence_embedding_dimension(), num_labels=3), 2),
     "cross_encoder": (BinaryCrossEntropyLoss, 1),
 }
-model_folder, out = sys.argv[1:]
-rows = [{"first": f"one word {i} " * (i % 5 + 1), "second": f"{i} " * (i % 3 + 1)} for i in range(27)]
+model_folder, out, names = sys.argv[1], sys.argv[2], sys.argv[3:]
+rows = [
+    {"first": f"one word {i} " * (i % 5 + 1), "second": f"{i} " * (i % 3 + 1), "score": i % 3 / 2, "label": i % 3}
+    for i in range(27)
+]
+TARGETS = {"cosine": ["score"], "cross_encoder": ["score"], "softmax": ["label"]}
 
 
 def build_embedder():
@@ -62,21 +62,17 @@ def build_cross_encoder():
 
 def train(name):
     make_loss, num_accumulated = LOSSES[name]
-    if name in ("cosine", "told_late", "cross_encoder"):
-        data = Dataset.from_list([{**row, "score": i % 3 / 2} for i, row in enumerate(rows)])
-    elif name == "softmax":
-        data = Dataset.from_list([{**row, "label": i % 3} for i, row in enumerate(rows)])
-    else:
-        data = Dataset.from_list(rows)
+    data = Dataset.from_list(rows).select_columns(["first", "second", *TARGETS.get(name, [])])
     torch.manual_seed(0)
     is_cross = name == "cross_encoder"
     model = build_cross_encoder() if is_cross else build_embedder()
     make_trainer = CrossEncoderTrainer if is_cross else SentenceTransformerTrainer
     make_arguments = CrossEncoderTrainingArguments if is_cross else SentenceTransformerTrainingArguments
+    batch_size = 8 // num_accumulated
     trainer = make_trainer(
         model=model,
         args=arguments(
-            *("trained", 1 if name == "told_late" else 8 // num_accumulated, num_accumulated, make_arguments),
+            *("trained", 1 if name == "cosine" else batch_size, num_accumulated, make_arguments),
             per_device_eval_batch_size=4,
             eval_strategy="epoch",
             num_train_epochs=1,
@@ -88,14 +84,11 @@ def train(name):
         eval_dataset=data.select(range(9)),
         loss=make_loss(model),
     )
-    trainer.args.per_device_train_batch_size = 8 // num_accumulated
+    trainer.args.per_device_train_batch_size = batch_size
     trainer.train()
-    log = trainer.state.log_history
-    steps = [[row["grad_norm"], row["learning_rate"]] for row in log if "grad_norm" in row]
     own = [p.tolist() for p in trainer.loss.classifier.parameters()] if name == "softmax" else []
-    return {"steps": steps, "eval_loss": [row["eval_loss"] for row in log if "eval_loss" in row], "own": own}
+    evaluated = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    return {**logged(trainer, "grad_norm", "learning_rate"), "eval_loss": evaluated, "own": own}
 
 
-logs = {name: train(name) for name in LOSSES}
-if os.environ.get("RANK", "0") == "0":
-    Path(out).write_text(json.dumps(logs))
+write_facts(out, {name: train(name) for name in names})
