@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.run import LIGHT, run_well
-from tests.helpers.tiny import build_tiny
+from tests.helpers.tiny import SMALLEST, build_tiny
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.legacy.serial import count_rows
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "serial.py"
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("serial")
-    model = build_tiny(folder / "model", hidden_size=32, num_layers=1, vocab_size=400)
+    model = build_tiny(folder / "model", **SMALLEST)
     run_well([SCRIPT, model, folder], folder, LIGHT)
     return json.loads((folder / "results.json").read_text())
 

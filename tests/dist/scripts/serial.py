@@ -24,13 +24,9 @@ enable()  # First, as in a user's script.
 
 import torch
 import unsloth  # noqa: F401
-from common import QUIET, Said, logged
+from common import QUIET, Calls, Said, logged
 from texts import Texts
-from transformers import TrainerCallback
 
-from unsloth_multigpu.errors import SetupError
-
-sys.path.append(str(Path(__file__).resolve().parents[3]))
 from tests.helpers.outcome import distance
 from tests.helpers.tiny import topics
 
@@ -56,15 +52,14 @@ COMMON = {
 }
 
 
-class Alternating(TrainerCallback):
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        model.score.requires_grad_(state.global_step % 2 == 0)
+def alternate(_, state, __, model, **___):
+    model.score.requires_grad_(state.global_step % 2 == 0)
 
 
 def classifier():
     """It is evaluated in between, and its head is frozen in every second step."""
     trainer = texts.classifier(TEXTS, COMMON)
-    trainer.add_callback(Alternating())
+    trainer.add_callback(Calls(on_step_begin=alternate))
     trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
     trainer.eval_dataset = trainer.train_dataset.select(range(2))
     return trainer
@@ -129,11 +124,7 @@ def compare(build):
 
 def refusal(build):
     enable()
-    trainer = built(build)
-    try:
-        trainer.train()
-    except SetupError as error:
-        return str(error)
+    return str(Said().train(built(build)))
 
 
 results = {kind: compare(build) for kind, build in KINDS.items()}
