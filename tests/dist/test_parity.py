@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from tests.helpers.outcome import assert_trained_as_one, outcome
 from tests.helpers.run import LIGHT, run_well
-from tests.helpers.tiny import build_tiny
+from tests.helpers.tiny import SMALLEST, build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "parity.py"
 KINDS = ("trainer_peft", "sft_lora", "sft_full", "dpo", "classifier", "sft_padding_free", "sft_packing")
@@ -26,7 +26,7 @@ THREE = pytest.param(3, marks=pytest.mark.thorough)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("parity")
-    build_tiny(path / "model")
+    build_tiny(path / "model", **SMALLEST)
     return path
 
 

@@ -7,8 +7,6 @@ collects a metric of its own, as a tensor and without a gather, and "nan" has so
 """
 
 import functools
-import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -20,35 +18,27 @@ ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
 
 import torch
 import trl.trainer.utils
-from common import arguments, new_classifier
+from common import RANK, Calls, arguments, new_classifier, new_drawing, write_facts
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithPadding, Trainer, TrainerCallback
+from texts import Texts
+from transformers import DataCollatorWithPadding, Trainer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-from tiny_model import topics
-
+from examples.tiny_model import topics
 from tests.helpers.log_probs import LogProbs
 
-rank = int(os.environ.get("RANK", "0"))
-
 trl.trainer.utils._ChunkedLogProbFunction = LogProbs
-tokenizer = AutoTokenizer.from_pretrained(model_folder)
+tiny = Texts(model_folder)
 out.mkdir(parents=True, exist_ok=True)
-
-
-def causal_lm():
-    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
 
 
 def trl_trainer(trainer, config, rows, evaluated, common, **settings):
     return trainer(
-        model=causal_lm(),
+        model=tiny.causal_lm(),
         args=common(config, max_length=96, **settings),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(evaluated),
-        processing_class=tokenizer,
+        processing_class=tiny.tokenizer,
     )
 
 
@@ -89,8 +79,7 @@ def kto(texts, evaluated, common):
 
 
 def labelled(texts):
-    rows = Dataset.from_dict({"text": texts, "labels": [i % 2 for i in range(len(texts) - 1)] + [2]})
-    return rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns=["text"])
+    return tiny.tokenized(texts).add_column("labels", [i % 2 for i in range(len(texts) - 1)] + [2])
 
 
 class NanTrainer(Trainer):
@@ -104,11 +93,11 @@ class NanTrainer(Trainer):
 
 def classifier(texts, evaluated, common, trainer=Trainer):
     return trainer(
-        model=new_classifier(model_folder, 3, tokenizer),
+        model=new_classifier(model_folder, 3, tiny.tokenizer),
         args=common(include_num_input_tokens_seen="all"),
         train_dataset=labelled(texts),
         eval_dataset=labelled(evaluated),
-        data_collator=DataCollatorWithPadding(tokenizer),
+        data_collator=DataCollatorWithPadding(tiny.tokenizer),
         compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
     )
 
@@ -119,20 +108,17 @@ def nan(texts, evaluated, common):
 
 def grpo(texts, evaluated, common):
     # The likeliest token, so that one process and several generate the same.
-    settings = {"num_generations": 4, "max_completion_length": 8, "top_k": 1, "beta": 0.1}
-    return GRPOTrainer(
-        model=causal_lm(),
-        args=common(GRPOConfig, **settings),
-        train_dataset=Dataset.from_dict({"prompt": [text[:20] for text in texts]}),
-        reward_funcs=lambda completions, **kwargs: [float(len(set(c))) for c in completions],
-        processing_class=tokenizer,
-    )
+    config = common(GRPOConfig, num_generations=4, max_completion_length=8, top_k=1, beta=0.1)
+    return new_drawing(GRPOTrainer, model_folder, config, [text[:20] for text in texts], variety)
 
 
-class Pause(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            control.should_save = control.should_training_stop = True
+def variety(completions, **_):
+    return [float(len(set(c))) for c in completions]
+
+
+def pause(args, state, control, **kwargs):
+    if state.global_step == 2:
+        control.should_save = control.should_training_stop = True
 
 
 def settings_of(shape, options, folder):
@@ -166,7 +152,7 @@ def run(job):
     checkpoint = None
     if "resume" in options:
         trainer = made(kind, shape, options, folder)
-        trainer.add_callback(Pause())
+        trainer.add_callback(Calls(on_step_end=pause))
         trainer.train()
         checkpoint = str(folder / "checkpoint-2")
     trainer = made(kind, shape, options, folder)
@@ -179,8 +165,8 @@ def run(job):
         "evaluated": trainer.evaluate() if "eval" in options else {},
         "collected": {mode: dict(kept) for mode, kept in getattr(trainer, "_metrics", {}).items()},
     }
-    (out / f"{name}_{rank}.json").write_text(json.dumps(facts, default=float))
-    if rank == 0:
+    write_facts(out / name, facts, default=float)
+    if RANK == 0:
         shutil.rmtree(folder, ignore_errors=True)
 
 
