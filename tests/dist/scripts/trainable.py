@@ -3,7 +3,6 @@
 Usage: trainable.py RANKS OUT JOB...; 1 rank is the Trainer by itself. A job that fails leaves its error's text.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -14,11 +13,9 @@ if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks, timeout_s=20.0, verify_every=100)
 
 import torch
-from common import SGD, arguments, logged, write_outcome
+from common import RANK, SGD, Calls, Said, arguments, logged, write_outcome
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import Trainer, TrainerCallback
-
-rank = int(os.environ.get("RANK", "0"))
+from transformers import Trainer
 
 
 def train_layer(model, number, is_trained=True):
@@ -26,47 +23,36 @@ def train_layer(model, number, is_trained=True):
         parameter.requires_grad_(is_trained)
 
 
-class Unfreezing(TrainerCallback):
+def one_more(_, state, __, model, optimizer, **___):
     """Of four layers one more in each epoch, which the optimizer learns of only then."""
-
-    def on_epoch_begin(self, args, state, control, model, optimizer, **kwargs):
-        layer = 3 - round(state.epoch or 0)
-        if layer < 3:
-            train_layer(model, layer)
-            # A further group would be one more than the scheduler knows.
-            optimizer.param_groups[0]["params"].extend(model.model.layers[layer].parameters())
+    layer = 3 - round(state.epoch or 0)
+    if layer < 3:
+        train_layer(model, layer)
+        # A further group would be one more than the scheduler knows.
+        optimizer.param_groups[0]["params"].extend(model.model.layers[layer].parameters())
 
 
-class Forgetting(TrainerCallback):
+def after_two_steps(_, state, __, model, **___):
     """The optimizer never learns of them; their gradients count in the norm that others are clipped by."""
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        if state.global_step == 2:
-            train_layer(model, 0)
+    if state.global_step == 2:
+        train_layer(model, 0)
 
 
-class Freezing(TrainerCallback):
-    def on_train_begin(self, args, state, control, model, **kwargs):
-        train_layer(model, 0, False)
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        train_layer(model, 0, state.global_step >= 2)
-        train_layer(model, 2, state.global_step < 4)
+def in_turn(_, state, __, model, **___):
+    train_layer(model, 0, state.global_step >= 2)
+    train_layer(model, 2, state.global_step < 4)
 
 
-class Renewing(TrainerCallback):
-    """Each rank draws other numbers for the layer that it unfreezes."""
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        if state.global_step == 2:
-            train_layer(model, 0)
-            torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight, std=0.02)
+def with_new_numbers(_, state, __, model, **___):
+    """Each rank draws others for the layer that it unfreezes."""
+    if state.global_step == 2:
+        train_layer(model, 0)
+        torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight, std=0.02)
 
 
-class OnOneRank(TrainerCallback):
-    def on_step_end(self, args, state, control, model, **kwargs):
-        if rank == 1 and state.global_step == 2:
-            train_layer(model, 0)
+def on_one_rank(*event, **more):
+    if RANK == 1:
+        after_two_steps(*event, **more)
 
 
 class WithinStep(Trainer):
@@ -90,39 +76,32 @@ class BesideTheModel(Trainer):
         return loss * self.scale if model.training and hasattr(self, "scale") else loss
 
 
-# Trainer, callback, layers that are frozen before, further arguments.
+# Trainer, callbacks, layers that are frozen before, further arguments.
 JOBS = {
-    "unfreezing": (Trainer, Unfreezing, (0, 1, 2), {}),
-    "forgetting": (Trainer, Forgetting, (0,), {"max_grad_norm": 0.1}),
-    "freezing": (Trainer, Freezing, (), {}),
-    "renewing": (Trainer, Renewing, (0,), {}),
-    "within": (WithinStep, TrainerCallback, (0,), {"save_strategy": "steps", "save_steps": 1}),
-    "beside": (BesideTheModel, TrainerCallback, (), {"save_strategy": "steps", "save_steps": 1}),
-    "one_rank": (Trainer, OnOneRank, (0,), {}),
+    "unfreezing": (Trainer, {"on_epoch_begin": one_more}, (0, 1, 2), {}),
+    "forgetting": (Trainer, {"on_step_end": after_two_steps}, (0,), {"max_grad_norm": 0.1}),
+    "freezing": (Trainer, {"on_train_begin": in_turn, "on_step_end": in_turn}, (), {}),
+    "renewing": (Trainer, {"on_step_end": with_new_numbers}, (0,), {}),
+    "within": (WithinStep, {}, (0,), {"save_strategy": "steps", "save_steps": 1}),
+    "beside": (BesideTheModel, {}, (), {"save_strategy": "steps", "save_steps": 1}),
+    "one_rank": (Trainer, {"on_step_end": on_one_rank}, (0,), {}),
 }
 
 
 def run(job):
-    trainer_class, callback, frozen, given = JOBS[job]
+    trainer_class, events, frozen, given = JOBS[job]
     torch.manual_seed(1)
     model = tiny_llama(num_layers=4)
     for layer in frozen:
         train_layer(model, layer, False)
     args = arguments(out / f"checkpoints_{job}", 3, 2, num_train_epochs=3, use_cpu=True, **{**SGD, **given})
-    trainer = trainer_class(
-        model=model, args=args, train_dataset=RaggedRows(20), data_collator=collate, callbacks=[callback()]
-    )
-    try:
-        trainer.train()
-        error = None
-    except ump.SetupError as failure:
-        error = str(failure)
-    except ump.DivergenceError as failure:
-        if job == "one_rank":
-            raise
-        error = str(failure)
+    callbacks, rows = [Calls(**events)], RaggedRows(20)
+    trainer = trainer_class(model=model, args=args, train_dataset=rows, data_collator=collate, callbacks=callbacks)
+    error = Said().train(trainer)
+    if job == "one_rank":
+        raise error
     facts = {
-        "error": error,
+        "error": error and str(error),
         **logged(trainer, "grad_norm"),
         "saved": sorted(p.name for p in (out / f"checkpoints_{job}").glob("checkpoint-*")),
     }
