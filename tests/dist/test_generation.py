@@ -1,7 +1,7 @@
 """GRPO and RLOO on ranks that neither the batch nor the accumulation divides by: the training of one process.
 
-Their draws are replaced by completions that depend on the prompt and the place in its group alone. Four ranks share
-steps of 6 x 2 and 2 x 6 completions; two deal them by length among micro-batches, too.
+Their draws are replaced by completions that depend on the prompt and the place in its group alone. Two ranks deal
+2 x 6 completions by length among micro-batches; thorough: four share steps of 6 x 2 and 2 x 6.
 """
 
 import re
@@ -25,7 +25,8 @@ TOOLS = "tools:2x6:grpo"
 MISTAKE = "lost:2x6:grpo"
 SHARDED = [f"{DEALT[0]}@shard", f"{DEALT[3]}@shard"]
 DRAWN = "drawn:2x6:grpo@shard"
-REFUSED = "grpo:2x6:bnpo@tokens"
+# Ranks have other micro-batches than one process, which such a loss depends on.
+REFUSED = "grpo:4x3:bnpo@tokens"
 # Further losses, in starts of their own.
 MORE = [*DEALT[1:3], "drift:2x6:grpo:old"]
 
@@ -39,9 +40,8 @@ def start_ranks(path, name, num_ranks, jobs):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("generation")
-    build_tiny(path / "model")
-    start_ranks(path, "1", 1, [*JOBS, *without_more(DEALT)])
-    start_ranks(path, "4", 4, [*JOBS, SHAPED])
+    build_tiny(path / "model", hidden_size=32, num_layers=1)
+    start_ranks(path, "1", 1, without_more(DEALT))
     in_order = without_more(IN_ORDER)
     off, blind = [DEALT[0], OLD, TOOLS, *in_order], [MISTAKE, f"{MISTAKE}@blind"]
     jobs = [*without_more(DEALT), OLD, TOOLS, *in_order, *(f"{job}@off" for job in off), *blind]
@@ -57,19 +57,18 @@ def places(folder, job):
     """Where one process has trained a job, and where two ranks have."""
     prefix = "more_" if job in MORE else ""
     if prefix and not (folder / "more_1").exists():
-        start_ranks(folder, "more_1", 1, MORE[:2])
+        start_ranks(folder, "more_1", 1, [*MORE[:2], *JOBS])
         start_ranks(folder, "more_2", 2, [*MORE, f"{MORE[2]}@off"])
     return folder / f"{prefix}1", folder / f"{prefix}2"
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_steps_are_those_of_one_process(folder, job):
-    one, many, *_ = assert_trained_as_one(folder / "1", folder / "4", job, 4)
-    assert len(one["grad_norm"]) == 2
-    assert many["reward"] == pytest.approx(one["reward"], rel=1e-5)
-
-
-def test_shape_and_a_loss_that_depends_on_it_are_said(folder):
+@pytest.mark.thorough
+def test_four_ranks_train_as_one_process_and_say_their_shape(folder):
+    start_ranks(folder, "4", 4, [*JOBS, SHAPED])
+    for job in JOBS:
+        one, many, *_ = assert_trained_as_one(places(folder, MORE[0])[0], folder / "4", job, 4)
+        assert len(one["grad_norm"]) == 2
+        assert many["reward"] == pytest.approx(one["reward"], rel=1e-5)
     text = (folder / "4.txt").read_text()
     assert "completions per step: 12 = 4 ranks x 3 completions x 1 accumulation" in text
     assert "completions per step: 12 = 4 ranks x 1 completions x 3 accumulation" in text
@@ -81,6 +80,16 @@ def test_shape_and_a_loss_that_depends_on_it_are_said(folder):
     )
     assert len(re.findall(r"completions dealt by length: gradient differs by \de-0[678]\n", text)) == len(JOBS)
     assert len(re.findall(r"completions dealt by length: \d+ % of the tokens", text)) == len(JOBS)
+
+
+def test_shape_and_a_loss_that_depends_on_it_are_said(folder):
+    text = (folder / "2.txt").read_text()
+    assert "completions per step: 12 = 2 ranks x 2 completions x 3 accumulation" in text
+    assert "completions per step: 12 = 2 ranks x 3 completions x 2 accumulation" in text
+    assert "Grpo: each rank draws completions of its own, so this is another run than on one GPU" in text
+    assert text.count("loss_type='bnpo': it is a mean over the micro-batches") == 1
+    assert re.search(r"completions dealt by length: gradient differs by \de-0[678]\n", text)
+    assert re.search(r"completions dealt by length: \d+ % of the tokens", text)
 
 
 @pytest.mark.parametrize("job", each(IN_ORDER, MORE))

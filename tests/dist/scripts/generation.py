@@ -8,7 +8,6 @@ is refused the error is written.
 """
 
 import json
-import os
 import sys
 import unittest.mock
 from pathlib import Path
@@ -20,17 +19,14 @@ if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import torch
-from common import SGD, LogProbsInTorch, arguments, logged, new_drawing, write_outcome
+from common import RANK, SGD, LogProbsInTorch, Said, arguments, logged, new_drawing, write_outcome
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from tests.helpers.cpu_fsdp import allow_cpu_ranks
 from unsloth_multigpu.group.shards import whole_of
 from unsloth_multigpu.step import completions
 
-sys.path.append(str(Path(__file__).resolve().parents[3]))
-from tests.helpers.cpu_fsdp import allow_cpu_ranks
-
 allow_cpu_ranks()
-rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 GROUP = 3
 OPTIONS = {
     "": {},
@@ -43,7 +39,7 @@ OPTIONS = {
 
 def completions_of(prompt_ids):
     """What stands in for a draw: of the rows of all ranks, which lie in order, each group of a prompt has the same."""
-    first = rank * len(prompt_ids)
+    first = RANK * len(prompt_ids)
     for i, ids in enumerate(prompt_ids):
         place = (first + i) % GROUP
         length = 3 + 2 * place + sum(ids) % 7
@@ -101,7 +97,7 @@ class Drawn(PlainTorch, GRPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.generation_config.max_new_tokens = 4 + 6 * rank
+        self.generation_config.max_new_tokens = 4 + 6 * RANK
 
 
 class Rloo(PlainTorch, RLOOTrainer):
@@ -178,11 +174,10 @@ def run(job):
     trainer.shapes = []
     taken = without_the_first(completions._taken) if kind == "lost" else completions._taken
     with unittest.mock.patch.object(completions, "_taken", taken):
-        try:
-            trainer.train()
-        except ump.MultiGPUError as error:
-            (out / f"{job}_{rank}.txt").write_text(str(error))
-            return
+        error = Said().train(trainer)
+    if error is not None:
+        (out / f"{job}_{RANK}.txt").write_text(str(error))
+        return
     names = ["grad_norm", *([] if more else ["reward"])]  # Which is of a step that draws.
     facts = {**logged(trainer, *names), "shapes": trainer.shapes}
     write_outcome(out, job, facts, ((name, whole_of(p)) for name, p in trainer.model.named_parameters()))

@@ -19,11 +19,10 @@ import torch
 import trl.generation.vllm_generation
 import vllm
 import vllm.model_executor.layers.utils as layers
-from common import SGD, arguments, logged, new_drawing, write_outcome
+from common import RANK, SGD, arguments, logged, new_drawing, write_outcome
 from trl import GRPOConfig, GRPOTrainer
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-rank = int(os.environ.get("RANK", "0"))
 # The engine for the CPU packs its weights, after which no others can be loaded.
 layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
     layer, "cpu_linear", torch.nn.functional.linear
@@ -48,7 +47,7 @@ if "dies" in sys.argv:
     load_model = CPUWorker.load_model
 
     def load_or_die(self, *args, **kwargs):
-        if rank == 1:
+        if RANK == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return load_model(self, *args, **kwargs)
 
