@@ -5,15 +5,10 @@ Each test is a fresh interpreter: a patch that lands at import can be seen once 
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.helpers import need
-from tests.helpers.run import LIGHT, ROOT, environment_with
-
-TIMEOUT_S = 240
+from tests.helpers.run import LIGHT, ROOT, run_well
 
 PRELUDE = """
 import inspect, sys
@@ -43,15 +38,7 @@ def check_landed():
 
 
 def run(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + script],
-        cwd=ROOT,
-        env=environment_with(LIGHT),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_well(["-c", PRELUDE + script], ROOT, LIGHT)
 
 
 def test_trainer_patch_waits_for_the_import_and_leaves_the_class_as_it_was() -> None:

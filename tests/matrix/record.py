@@ -59,9 +59,13 @@ def installed() -> dict[str, str]:
     return found
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
 def known_rows() -> list[dict[str, Any]]:
     """The rows as they are asked for."""
-    return tomllib.loads(ROWS.read_text(encoding="utf-8"))["row"]
+    return read_toml(ROWS)["row"]
 
 
 def page(results: Sequence[Mapping[str, Any]]) -> str:

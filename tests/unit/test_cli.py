@@ -4,14 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from tests.helpers.options import another_value
-from tests.helpers.pages import seams_markdown
 from unsloth_multigpu import start, versions
 from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.cli import main
@@ -23,7 +21,6 @@ from unsloth_multigpu.tools.doctor import device_check as device
 from unsloth_multigpu.tools.doctor import doctor_command as doctor
 from unsloth_multigpu.tools.probe import run_probe
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -275,12 +272,6 @@ def test_doctor_says_what_the_line_says(monkeypatch, options, state, text):
     torch.set_num_threads(before)
     assert row.text.startswith(text)
     assert (row.state, bool(row.hint)) == (state, state == "FAIL")
-
-
-def test_page_of_seams_is_up_to_date():
-    page = (ROOT / "docs" / "seams.md").read_text(encoding="utf-8")
-    assert page == seams_markdown(), "write it again: python -m tests.helpers.pages"
-    assert "|  |\n" not in page  # Each patch has a reason.
 
 
 IMPORTS = """

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.refused import refused
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.logs import Console
@@ -14,15 +15,6 @@ from unsloth_multigpu.options import ENV_CONFIG, ENV_PREFIX, FORMER, INTERNAL_VA
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.strategy import AllReduce
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
-
-
-@contextmanager
-def refused(message, hint):
-    with pytest.raises(ConfigError) as error:
-        yield
-    first, _, second = str(error.value).partition("\nHint: ")
-    assert message in first
-    assert hint in second
 
 
 def test_words_for_yes_and_no():
@@ -76,7 +68,7 @@ OPTIONS = f"Options: {', '.join(options_of(MultiGPUConfig))}."
     ],
 )
 def test_wrong_argument_is_named_with_a_hint(option, value, message, hint):
-    with refused(message, hint.format(option)):
+    with refused(ConfigError, message, hint.format(option)):
         MultiGPUConfig.resolve({option: value}, {})
 
 
@@ -106,7 +98,7 @@ TWO_NODES = {"nnodes": 2, "rdzv_endpoint": "host:1", "rdzv_id": "job"}
     ],
 )
 def test_option_that_another_makes_meaningless_is_an_error(options, message, hint):
-    with refused(message, hint):
+    with refused(ConfigError, message, hint):
         MultiGPUConfig(**options)
 
 
@@ -122,14 +114,14 @@ def test_option_that_another_makes_meaningless_is_an_error(options, message, hin
     ],
 )
 def test_wrong_variable_is_named_with_a_hint(name, text, message, hint):
-    with refused(message, hint):
+    with refused(ConfigError, message, hint):
         MultiGPUConfig.resolve({}, {ENV_PREFIX + name: text})
 
 
 @pytest.mark.parametrize("name", FORMER)
 def test_former_argument_is_unknown_and_its_replacement_is_named(name):
     assert name not in options_of(MultiGPUConfig)
-    with refused(f"enable_multi_gpu: {name}=True is not an option", f"Use {FORMER[name]}."):
+    with refused(ConfigError, f"enable_multi_gpu: {name}=True is not an option", f"Use {FORMER[name]}."):
         MultiGPUConfig.resolve({"num_gpus": 2, name: True})
 
 

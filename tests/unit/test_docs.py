@@ -1,17 +1,21 @@
-"""The Markdown pages: links lead somewhere, both READMEs say the same, and a newcomer runs what the gate runs."""
+"""The Markdown pages: links lead somewhere, both READMEs say the same, and what is made from the code is of this code."""
 
 from __future__ import annotations
 
 import ast
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.house_page import arrows, circles, written
+from tests.helpers.pages import options_markdown, seams_markdown
+from tests.helpers.run import ROOT
+from tests.unit.test_house_rules import LAYERS
+
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")])
 MAX_README_WORDS = 900
 READMES = ("README.md", "README.zh-CN.md")
@@ -112,6 +116,28 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         new += [path for path in linked if path.suffix == ".md" and path.exists() and path not in reached]
     missed = [str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md") if page.resolve() not in reached]
     assert missed == [], "link them from the README, or from a page that it leads to"
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "module"),
+    [
+        ("options", lambda _: options_markdown(), "pages"),
+        ("seams", lambda _: seams_markdown(), "pages"),
+        ("architecture", written, "house_page"),
+    ],
+)
+def test_page_is_that_of_this_code(name: str, made: Callable[[str], str], module: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert page == made(page), f"write it again: python -m tests.helpers.{module}"
+    assert name == "options" or "|  |\n" not in page  # Each patch has a reason.
+
+
+def test_no_folder_reaches_itself_and_no_arrow_goes_up() -> None:
+    found = arrows()
+    assert len(found) > 50
+    assert circles(found) == []
+    assert [(a, b) for a, b in found if LAYERS[a] < LAYERS[b]] == []
+    assert {"wire", "session"} <= set(circles(found | {("wire", "session")}))
 
 
 def test_links_of_the_package_lead_to_headings() -> None:

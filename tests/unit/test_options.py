@@ -3,20 +3,18 @@
 import ast
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
 import unsloth_multigpu as ump
 from tests.helpers.options import another_value
-from tests.helpers.pages import options_markdown
 from tests.helpers.refused import refused
+from tests.helpers.run import ROOT
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_type import Scope, options_of
 from unsloth_multigpu.options import EVERYDAY, GROUPS, MultiGPUConfig, command_options, variable
 from unsloth_multigpu.strategy import DDP, STRATEGIES, AllReduce, DiLoCo, LocalSGD, ParameterServer, read_strategy
 
-ROOT = Path(__file__).parents[2]
 TABLE = options_of(MultiGPUConfig)
 CARRIED = [(name, row) for cls in STRATEGIES.values() for name, row in options_of(cls).items()]
 # Where nothing follows what was asked of a scope.
@@ -91,11 +89,6 @@ def test_commands_have_flags_of_the_table():
     assert command_options("chaos", {"balance": "off"})["balance"].usual() == "off"
     usual = {name: command_options("run")[name].usual() for name in ("max_restarts", "enable_ddp", "strategy")}
     assert usual == {"max_restarts": "0", "enable_ddp": "on", "strategy": "ddp"}
-
-
-def test_page_is_made_from_the_table():
-    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    assert page == options_markdown(), "write it again: python -m tests.helpers.pages"
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])

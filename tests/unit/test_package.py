@@ -6,20 +6,14 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import unsloth_multigpu
+from tests.matrix.record import ROOT, read_toml
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = read_toml(ROOT / "pyproject.toml")["project"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.helpers.board import manager_of
 from unsloth_multigpu.group.replicas import ReplicaProof, describe_divergence, replicated_tensors, tensor_hashes
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.evaluation import EqualEvaluations
@@ -64,19 +65,6 @@ def test_message_names_the_minority_and_one_of_the_other_ranks(hashes, message):
     assert describe_divergence(["a", "b"], hashes) == message
 
 
-class Manager:
-    """One of two ranks; the other says the same."""
-
-    def __init__(self, every):
-        self.config = MultiGPUConfig(verify_every=every)
-        self.identity = SimpleNamespace(rank=0, world_size=2)
-        self.num_gathers = 0
-
-    def gather_json(self, values):
-        self.num_gathers += 1
-        return [values]
-
-
 @pytest.mark.parametrize(
     ("every", "start", "due"),
     [
@@ -88,15 +76,15 @@ class Manager:
     ],
 )
 def test_check_is_due_as_the_steps_double_and_every_so_many(every, start, due):
-    manager, model = Manager(every), torch.nn.Linear(2, 2)
-    proof = ReplicaProof(manager)
-    steps = []
+    manager, model = manager_of(None, 0, 2, MultiGPUConfig(verify_every=every)), torch.nn.Linear(2, 2)
+    proof, steps, gathered = ReplicaProof(manager), [], []
+    manager.gather_json = lambda values: gathered.append(values) or [values]  # The other rank says the same.
     for step in range(start + 1, max([*due, 6]) + 1):
         if proof.is_due(step):
             proof.check(model, step)
             steps.append(step)
     assert steps == due
-    assert manager.num_gathers == len(due)
+    assert len(gathered) == len(due)
 
 
 def test_layer_that_is_unfrozen_after_a_step_is_not_compared_in_it():

@@ -5,17 +5,15 @@ import os
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from tests.helpers.refused import refused
+from tests.helpers.run import ROOT, run_well
 from unsloth_multigpu.cli.main import find_program
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.start import relaunch_command
-
-ROOT = Path(__file__).parents[2]
 
 # Prints what it is and how it would be started again.
 PROGRAM = """
@@ -28,11 +26,8 @@ print(json.dumps({"what": what, "command": relaunch_command(sys.orig_argv, __mai
 ARGUMENTS = ["a", "b c", "$x", "-m", "--flag=1", ""]
 
 
-def run(command, cwd):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def run(program, cwd):
+    return json.loads(run_well(program, cwd).out)
 
 
 @pytest.fixture
@@ -65,9 +60,9 @@ def folder(tmp_path):
 )
 def test_program_of_each_kind_starts_again_with_its_options(folder, program):
     """Runs the program, then the command that it gives for itself: both must be the same program."""
-    first = run([sys.executable, *program, *ARGUMENTS], folder)
+    first = run([*program, *ARGUMENTS], folder)
     assert first["command"] == [sys.executable, *program, *ARGUMENTS]
-    assert run([str(part) for part in first["command"]], folder)["what"] == first["what"]
+    assert run(first["command"][1:], folder)["what"] == first["what"]
 
 
 def test_script_is_found_after_a_change_of_folder(folder, monkeypatch):
