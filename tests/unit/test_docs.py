@@ -1,4 +1,4 @@
-"""The Markdown pages: links lead somewhere, both READMEs say the same, and what is made from the code is of this code."""
+"""The Markdown pages: links lead somewhere, both READMEs say the same, and what is generated is of this code."""
 
 from __future__ import annotations
 

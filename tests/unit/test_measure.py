@@ -186,6 +186,9 @@ def ids(rows, columns):
     return torch.ones(rows, columns, dtype=torch.int64)
 
 
+CHOSEN = {"chosen_input_ids": ids(1, 4), "chosen_attention_mask": torch.tensor([[1, 1, 0, 0]])}
+
+
 @pytest.mark.parametrize(
     ("inputs", "expected"),
     [
@@ -193,14 +196,7 @@ def ids(rows, columns):
         # A mask of another shape is attention's, and says nothing of tokens.
         ({"input_ids": ids(2, 3), "attention_mask": torch.ones(2, 1, 3, 3)}, (6, 0)),
         ({"prompt_ids": ids(2, 3), "prompt_mask": ids(2, 3), "completion_ids": ids(2, 2)}, (10, 0)),
-        (
-            {
-                "chosen_input_ids": ids(1, 4),
-                "chosen_attention_mask": torch.tensor([[1, 1, 0, 0]]),
-                "rejected_input_ids": ids(1, 3),
-            },
-            (5, 2),
-        ),
+        ({**CHOSEN, "rejected_input_ids": ids(1, 3)}, (5, 2)),
         ({"input_ids": ids(1, 5), "decoder_input_ids": ids(1, 7)}, (5, 0)),
         ({"pixel_values": torch.ones(2, 3, 8, 8), "labels": ids(2, 1)}, (None, None)),
         ([{"prompt": "text"}], (None, None)),

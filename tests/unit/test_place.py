@@ -11,19 +11,16 @@ from unsloth_multigpu.group.place import describe_lone_process, describe_ranks
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 
+ALONE = "this process trains alone"
+
 
 @pytest.mark.parametrize(
     ("num_visible", "options", "variables", "said"),
     [
-        (1, {}, {}, "1 GPU is visible: this process trains alone"),
-        (
-            1,
-            {},
-            {"CUDA_VISIBLE_DEVICES": "0"},
-            "1 GPU is visible (CUDA_VISIBLE_DEVICES='0'): this process trains alone",
-        ),
-        (2, {"num_gpus": 1}, {}, "2 GPUs are visible, num_gpus=1: this process trains alone"),
-        (4, {"device": "cpu"}, {}, "device='cpu': this process trains alone, on the CPU"),
+        (1, {}, {}, f"1 GPU is visible: {ALONE}"),
+        (1, {}, {"CUDA_VISIBLE_DEVICES": "0"}, f"1 GPU is visible (CUDA_VISIBLE_DEVICES='0'): {ALONE}"),
+        (2, {"num_gpus": 1}, {}, f"2 GPUs are visible, num_gpus=1: {ALONE}"),
+        (4, {"device": "cpu"}, {}, f"device='cpu': {ALONE}, on the CPU"),
         (2, {"enable_ddp": False}, {}, "enable_ddp=False: this process computes 2 replicas in turn"),
     ],
 )
@@ -37,7 +34,7 @@ def test_torch_without_cuda_is_named_where_no_gpu_is_visible(monkeypatch):
     said = describe_lone_process(0, MultiGPUConfig(), {})
     assert said.startswith(f"no GPU is visible, torch {torch.__version__} is built for the CPU only: this process")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert describe_lone_process(0, MultiGPUConfig(), {}).startswith("no GPU is visible: this process trains alone")
+    assert describe_lone_process(0, MultiGPUConfig(), {}).startswith(f"no GPU is visible: {ALONE}")
 
 
 @pytest.mark.parametrize(

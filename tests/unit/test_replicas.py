@@ -103,10 +103,8 @@ def test_buffer_with_another_shape_on_some_rank_is_not_copied():
     model, sent = torch.nn.Module(), []
     model.register_buffer("same", torch.zeros(2))
     model.register_buffer("other", torch.zeros(3))
-    manager = SimpleNamespace(
-        identity=SimpleNamespace(rank=1),
-        gather_json=lambda mine: [{**mine, "other": [[4], "torch.float32"]}, mine],
-        broadcast_tensors=sent.extend,
-    )
+    manager = manager_of(None, 1, 2)
+    manager.gather_json = lambda mine: [{**mine, "other": [[4], "torch.float32"]}, mine]
+    manager.broadcast_tensors = sent.extend
     EqualEvaluations(SimpleNamespace(model=model), manager).make_equal()
     assert [tensor is model.same for tensor in sent] == [True]

@@ -9,7 +9,6 @@ from torch import nn
 from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.strategies.strategy_exchange import Exchange
 from unsloth_multigpu.train.ddp import TrainedParameters, parameters_beside_the_model
@@ -39,7 +38,7 @@ class Saving(FakeTrainer):
 
 def exchange_of(model, **options):
     trainer = Saving(model)
-    exchange = Exchange(trainer, SimpleNamespace(config=MultiGPUConfig(**options), waits=Waits()))
+    exchange = Exchange(trainer, manager_of(None, config=MultiGPUConfig(**options)))
     return trainer, exchange
 
 
