@@ -72,6 +72,8 @@ def found(tmp_path, model, kind=Trainer, asked="auto", **settings):
         (llama, OwnLoss, UNKNOWN),
         (llama, OwnStep, UNKNOWN),
         (lambda: llama(OwnModel), Trainer, UNKNOWN),
+        # Rows of a classifier count by their labels.
+        (lambda: BertForSequenceClassification(BERT), Trainer, LossReduction("row_mean", "tokens")),
         # It is handed the step's count and takes no notice.
         (lambda: BertForMaskedLM(BERT), Trainer, UNKNOWN),
         (lambda: T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1)), Trainer, UNKNOWN),
@@ -93,11 +95,6 @@ def test_step_of_a_library_beside_a_loss_that_it_does_not_call_is_not_known(tmp_
 
 def test_label_smoothing_is_another_loss(tmp_path):
     assert found(tmp_path, llama(), label_smoothing_factor=0.1) == UNKNOWN
-
-
-def test_rows_of_a_classifier_count_by_their_labels(tmp_path):
-    reduction = found(tmp_path, BertForSequenceClassification(BERT))
-    assert reduction == LossReduction("row_mean", "tokens")
 
 
 @pytest.mark.parametrize(("loss_type", "kind"), [("sigmoid", "row_mean"), ("ipo", "row_mean"), ("aot", "auto")])

@@ -194,9 +194,8 @@ def replace(model, client):
 @pytest.mark.parametrize(("careless", "changed"), [(merge, ["0.weight"]), (replace, [])])
 def test_what_a_client_changed_is_gone_and_frozen_weights_are_named(app, start, careless, changed):
     expected = ask(app, "train", start, 1)
-    careless_app = make_client_app(
-        builder, lambda model, client: (train if client.client_id else careless)(model, client), seed=3
-    )
+    works = careless, train
+    careless_app = make_client_app(builder, lambda model, client: works[client.client_id](model, client), seed=3)
     assert changed_by(ask(careless_app, "train", start, 0)) == changed
     reply = ask(careless_app, "train", start, 1)
     assert changed_by(reply) == []

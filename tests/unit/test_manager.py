@@ -83,9 +83,7 @@ def test_rank_that_does_not_come_to_the_group_is_named(store):
 @pytest.mark.timeout(60)
 def test_rank_whose_training_has_failed_waits_until_the_others_have_left_it(store):
     config = MultiGPUConfig(timeout_s=0.05)
-    first, second = (
-        Session(config, dataclasses.replace(ONE_OF_TWO, rank=rank, local_rank=rank), index=0) for rank in range(2)
-    )
+    first, second = (Session(config, dataclasses.replace(ONE_OF_TWO, rank=r, local_rank=r), index=0) for r in range(2))
     second.has_failed = True  # And its script has caught the error.
     told = r"rank 1 waited 0\.05 seconds for rank 0 to leave the training that has failed on this rank"
     with pytest.raises(RankTimeoutError, match=told):

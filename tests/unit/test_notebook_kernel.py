@@ -87,9 +87,7 @@ def test_worker_finds_this_package_where_the_kernel_has_found_it(tmp_path):
     (tmp_path / "unsloth_multigpu.py").write_text("raise SystemExit('a file of the current folder')\n")
     environment = {**os.environ, ENV_NOTEBOOK: json.dumps({"path": [str(tmp_path / "added in a cell")]})}
     command = [sys.executable, "-c", kernel_module._PROGRAM]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
 
 
@@ -179,6 +177,7 @@ class Model:
     """Stands for PreTrainedModel."""
 
 
+OPEN_GROUP = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)
 LOADED = {
     "torch": SimpleNamespace(),
     "torch.distributed": None,
@@ -191,11 +190,7 @@ LOADED = {
     ("loaded", "given", "reason"),
     [
         ({}, {"had_workers": True}, "called before in this kernel"),
-        (
-            {"torch.distributed": SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)},
-            {},
-            "already has a process group",
-        ),
+        ({"torch.distributed": OPEN_GROUP}, {}, "already has a process group"),
         ({"accelerate.state": partial_state(device=0)}, {}, "made in this kernel for one process"),
         ({"torch": SimpleNamespace(cuda=OneDevice())}, {}, "num_gpus=2, but this kernel has opened 1 device"),
         ({"torch": SimpleNamespace(xpu=OneDevice())}, {}, "num_gpus=2, but this kernel has opened 1 device"),

@@ -72,6 +72,7 @@ WRONG = {**EQUAL, "is_exact": False, "difference": 3.1e-2}
 DEALT = "the gradient from the same weights, as one process and as dealt,"
 ONES = {"w": torch.ones(4)}
 TENSORS = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.zeros(2)}
+OTHERS = {**TENSORS, "b": torch.ones(4) * 1.5}
 
 
 def run_of(steps=STEPS, tensors=ONES, compared=None, **facts):
@@ -131,10 +132,7 @@ def page_of(one, many):
         ((run_of(), run_of(compared={**WRONG, "not_compared": "it draws"})), []),
         *(((run_of(**{n: "1"}), run_of(**{n: "2"})), [f"{n}: "]) for n in ("device", "optimizer", "trainer")),
         ((run_of(rounding=1e-5), run_of(rounding=2e-5)), ["rounding: "]),
-        (
-            (run_of(tensors=TENSORS), run_of(tensors={**TENSORS, "b": torch.ones(4) * 1.5})),
-            ["weights: the updates of 1 of 3 tensors differ, b by "],
-        ),
+        ((run_of(tensors=TENSORS), run_of(tensors=OTHERS)), ["weights: the updates of 1 of 3 tensors differ, b by "]),
     ],
 )
 def test_verdict_names_each_difference(runs, reasons):

@@ -77,9 +77,8 @@ def test_script_is_found_after_a_change_of_folder(folder, monkeypatch):
 @pytest.mark.parametrize("arguments", [[], ["-"], ["/dev/stdin"]])
 def test_piped_program_is_refused(arguments):
     code = PROGRAM.replace("print(", "raise SystemExit(") if not arguments else PROGRAM
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, input=code, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, input=code, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "SetupError: enable_multi_gpu() cannot start this program again" in done.stderr
 

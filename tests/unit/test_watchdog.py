@@ -213,9 +213,7 @@ class Clock:
         self.pages = [self.page(self.now_s)]
         self.events = [Event("started", rank, 0, 1.0, -1, {}) for rank in PIDS]
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep))
-        monkeypatch.setattr(
-            module, "read_beats", lambda _: self.pages[0] if len(self.pages) == 1 else self.pages.pop(0)
-        )
+        monkeypatch.setattr(module, "read_beats", lambda _: self.pages.pop(0) if self.pages[1:] else self.pages[0])
         monkeypatch.setattr(module, "read_events", lambda *_: self.events)
         (tmp_path / "logs").mkdir()
         self.living = dict(PIDS)
