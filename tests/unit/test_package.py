@@ -161,7 +161,7 @@ def test_check_of_hints_catches_a_planted_one():
 
 def installed_by(source):
     """What the texts of a module tell to install by name."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source if re.search(r"pip\W+install", source) else "")):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             for command in re.findall(r"pip install ([^,.;]*)", node.value.replace("[", " [")):
                 for word in command.split():
