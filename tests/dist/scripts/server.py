@@ -17,8 +17,7 @@ if is_served:
     ump.enable_multi_gpu()
 
 import vllm
-from common import SGD, LogProbsInTorch, arguments, logged, new_drawing, write_outcome
-from transformers import TrainerCallback
+from common import RANK, SGD, Calls, LogProbsInTorch, arguments, logged, new_drawing, write_outcome
 from trl import GRPOConfig, GRPOTrainer
 
 GROUP = 3
@@ -34,16 +33,15 @@ class Alone(Grpo):
         return [vllm.completion_of(ids, place % GROUP) for place, ids in enumerate(prompt_ids)], None
 
 
-class Writes(TrainerCallback):
-    def on_log(self, args, state, control, **kwargs):
-        if state.global_step != 3 or "grad_norm" not in state.log_history[-1]:
-            return
-        facts = {**logged(trainer, "grad_norm", "reward"), "weights": weights}
-        facts |= {"address": args.vllm_server_base_url, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
-        if is_served:
-            facts["server"] = json.loads(Path(os.environ["STAND_IN_REPORT"]).read_text())
-        write_outcome(out, "grpo", facts, trainer.model.named_parameters())
-        (out / f"written_{os.environ.get('RANK')}").touch()
+def write(args, state, *_, **__):
+    if state.global_step != 3 or "grad_norm" not in state.log_history[-1]:
+        return
+    facts = {**logged(trainer, "grad_norm", "reward"), "weights": weights}
+    facts |= {"address": args.vllm_server_base_url, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    if is_served:
+        facts["server"] = json.loads(Path(os.environ["STAND_IN_REPORT"]).read_text())
+    write_outcome(out, "grpo", facts, trainer.model.named_parameters())
+    (out / f"written_{RANK}").touch()
 
 
 def reward(completion_ids, **_):
@@ -62,5 +60,5 @@ config = arguments(
     **(server if is_served else {"use_cpu": True}),
 )
 prompts = [f"{'abcd'[i % 4] * i} {i}" for i in range(1, 17)]
-trainer = new_drawing(Grpo if is_served else Alone, model, config, prompts, reward, callbacks=[Writes()])
+trainer = new_drawing(Grpo if is_served else Alone, model, config, prompts, reward, callbacks=[Calls(on_log=write)])
 trainer.train()
