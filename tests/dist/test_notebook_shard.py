@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.helpers.need import UNSLOTH
 from tests.helpers.notebook import CellResult, NotebookRun
+from tests.helpers.outcome import largest_difference
 from tests.helpers.run import LIGHT, ROOT, hide, run_well
 from tests.helpers.tiny import build_tiny
 
@@ -28,37 +27,29 @@ allow_cpu_ranks()
 TRAINING = """
 import json, os, signal, time
 import torch
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
-from tests.helpers.tiny import text_rows
+from common import SGD, Calls, logged
+from texts import Texts
+from tests.helpers.tiny import topics
 
-tokenizer = AutoTokenizer.from_pretrained("model")
-rows = Dataset.from_list(text_rows(13, max_words=30))
+texts = Texts("model")
+settings = {**SGD, "output_dir": "out", "bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-2}
+settings |= {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+settings |= {"optim": "adamw_torch", "adam_epsilon": 1e-3}
 
-def load(kind, folder="model"):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if kind == "full":
-        return model
+def load(kind):
     torch.manual_seed(3)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=["q_proj", "up_proj"])
-    return get_peft_model(model, config)
+    return texts.causal_lm() if kind == "full" else texts.lora()
 
-def trained(model, steps=4, *callbacks):
-    config = SFTConfig(
-        "out", max_length=64, per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=steps,
-        learning_rate=1e-2, lr_scheduler_type="constant", adam_epsilon=1e-3, logging_steps=1, save_strategy="no",
-        report_to=[], disable_tqdm=True, bf16=False, gradient_checkpointing=False, seed=7)
+def trained(model, steps=4, on_step_end=lambda *_, **__: None):
     global trainer
-    trainer = SFTTrainer(
-        model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=list(callbacks))
+    trainer = texts.sft(model, topics(13, max_words=30), {**settings, "max_steps": steps})
+    trainer.add_callback(Calls(on_step_end=on_step_end))
     trainer.train()
-    print(json.dumps([line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]), flush=True)
+    print(json.dumps(logged(trainer, "grad_norm")["grad_norm"]), flush=True)
 
 def say(model):
-    ids = tokenizer("The statement", return_tensors="pt")
-    return tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0])
+    ids = texts.tokenizer("The statement", return_tensors="pt")
+    return texts.tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0])
 """
 # What a notebook's cells do as well. The last training goes on where the one before it has ended.
 ALONE = """
@@ -73,35 +64,26 @@ model.save_pretrained("one/stopped")
 trained(model, 2)
 model.save_pretrained("one/again")
 """
-# In the place of `load`, where `import unsloth` has come first.
-OF_UNSLOTH = """
-def load(kind):
-    options = dict(max_seq_length=64, load_in_4bit=False, dtype=torch.float32)
-    model, _ = unsloth.FastLanguageModel.from_pretrained("model", **options)
-    lora = dict(r=4, lora_dropout=0.0, target_modules=["q_proj", "up_proj"], random_state=7)
-    return unsloth.FastLanguageModel.get_peft_model(model, **lora)
-"""
 ALONE_WITH_UNSLOTH = """
-model = load("lora")
+model = texts.fast_lora()
 trained(model, 2)
 model.save_pretrained("one/stopped")
 trained(model, 2)
 model.save_pretrained("one/again")
 print(json.dumps(say(model)))
 """
-STOPPED = """
-class WaitsForStop(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2 and os.environ["RANK"] == "0":
-            print("go", flush=True)
-            while not signal.getsignal(signal.SIGINT).__self__._caught[0]:
-                time.sleep(0.01)
+# Of rank 0, in the second step.
+WAITS_FOR_STOP = """
+def wait_for_stop(_args, state, control, **_):
+    if state.global_step == 2 and os.environ["RANK"] == "0":
+        print("go", flush=True)
+        while not signal.getsignal(signal.SIGINT).__self__._caught[0]:
+            time.sleep(0.01)
 """
 FAILS = """
-class Fails(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if os.environ["RANK"] in ranks:
-            raise ArithmeticError("in a callback")
+def fail(*_, **__):
+    if os.environ["RANK"] in ranks:
+        raise ArithmeticError("in a callback")
 """
 
 
@@ -116,20 +98,14 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookRun]:
 @contextmanager
 def _beside_one_process(folder: Path, training: str, alone: str, env: dict[str, str]) -> Iterator[NotebookRun]:
     build_tiny(folder / "model")
-    found_here = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    found_here = f"import sys\nsys.path[:0] = {[str(ROOT), str(Path(__file__).parent / 'scripts')]}\n"
     (folder / "alone.py").write_text(found_here + training + alone)
     done = run_well(["alone.py"], folder, env)
     (folder / "alone").write_text(done.out)
     with NotebookRun(folder, env) as run:
         for source in (found_here + ENABLE, training):
-            _run(run, source)
+            run.well(source)
         yield run
-
-
-def _run(notebook: NotebookRun, source: str) -> str:
-    cell = notebook.run(source, timeout_s=120)
-    assert not cell.error, cell.traceback
-    return cell.text
 
 
 def _norms(text: str) -> list[list[float]]:
@@ -140,9 +116,7 @@ def _check_files(notebook: NotebookRun, name: str, limit: float = 1e-5) -> None:
     one, many = notebook.folder / "one" / name, notebook.folder / name
     assert sorted(p.name for p in many.iterdir()) == sorted(p.name for p in one.iterdir())
     (file,) = (p.name for p in one.glob("*.safetensors"))
-    mine, theirs = load_file(many / file), load_file(one / file)
-    assert mine.keys() == theirs.keys()
-    assert max(float((mine[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in theirs) <= limit
+    assert largest_difference(one / file, many / file, relative=True) <= limit
 
 
 def _refused(cell: CellResult, *texts: str) -> None:
@@ -154,15 +128,15 @@ def _refused(cell: CellResult, *texts: str) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_cells_train_generate_and_save_as_one_process_does(notebook: NotebookRun, kind: str) -> None:
-    text = _run(notebook, f"model = load({kind!r})\ntrained(model)\nmodel.save_pretrained({kind!r})")
+    text = notebook.well(f"model = load({kind!r})\ntrained(model)\nmodel.save_pretrained({kind!r})")
     assert "sharded by FSDP2 of accelerate: a rank holds 50." in text
     of_one = _norms((notebook.folder / "alone").read_text())[["full", "lora"].index(kind)]
     assert _norms(text)[-1] == pytest.approx(of_one, rel=1e-5)
     _check_files(notebook, kind)
-    reloaded: Any = "load('full', 'full')" if kind == "full" else "PeftModel.from_pretrained(load('full'), 'lora')"
-    said = _run(notebook, f"from peft import PeftModel\nprint([say(model), say({reloaded})])").splitlines()[-1]
-    mine, whole = eval(said)
-    assert mine == whole
+    whole, adapter = "AutoModelForCausalLM.from_pretrained('full')", "PeftModel.from_pretrained(load('full'), 'lora')"
+    imports = "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n"
+    said = notebook.well(f"{imports}print(say(model) == say({whole if kind == 'full' else adapter}))")
+    assert said.splitlines()[-1] == "True"
 
 
 def test_save_of_one_rank_is_an_error_at_once_and_breaks_nothing(notebook: NotebookRun) -> None:
@@ -175,57 +149,51 @@ def test_save_of_one_rank_is_an_error_at_once_and_breaks_nothing(notebook: Noteb
         assert (cell.error, text in cell.value, cell.seconds < 30) == ("DistributedError", True, True), cell
         assert "Call it on all ranks" in cell.value
     assert not (notebook.folder / "lost").exists()
-    _run(notebook, "model.save_pretrained('lora')")
+    notebook.well("model.save_pretrained('lora')")
     _check_files(notebook, "lora")
 
 
 def test_merged_adapter_is_saved_as_one_process_does(notebook: NotebookRun) -> None:
-    _run(notebook, "merged = model.merge_and_unload()\nmerged.save_pretrained('merged')")
+    notebook.well("merged = model.merge_and_unload()\nmerged.save_pretrained('merged')")
     _check_files(notebook, "merged")
 
 
 def test_stop_ends_all_ranks_behind_one_step_and_a_new_trainer_goes_on(notebook: NotebookRun) -> None:
-    _run(notebook, f"{STOPPED}\nmodel = load('full')")
+    notebook.well(f"{WAITS_FOR_STOP}\nmodel = load('full')")
     _check_stop(notebook)
 
 
 def _check_stop(notebook: NotebookRun) -> None:
-    _run(notebook, "group = torch.distributed.group.WORLD")
-    message = notebook.begin("trained(model, 10**6, WaitsForStop())")
-    notebook.wait_for_text("go")  # Unsloth compiles in the first step.
-    notebook.interrupt()
-    stopped = notebook.finish(message, 400)
+    notebook.well("group = torch.distributed.group.WORLD")
+    stopped = notebook.stop("trained(model, 10**6, wait_for_stop)")
     assert (stopped.error, len(stopped.traceback)) == ("KeyboardInterrupt", 1)
     assert "Stop: the training ends after this step" in stopped.text
     assert "stopped by SIGINT after step 2" in stopped.text
-    _run(notebook, "model.save_pretrained('stopped')")
+    notebook.well("model.save_pretrained('stopped')")
     _check_files(notebook, "stopped")
-    assert _run(notebook, "print(torch.distributed.group.WORLD is group)") == "True\n", "no rank was cut off"
-    _run(notebook, "trained(model, 2)\nmodel.save_pretrained('again')")
+    assert notebook.well("print(torch.distributed.group.WORLD is group)") == "True", "no rank was cut off"
+    notebook.well("trained(model, 2)\nmodel.save_pretrained('again')")
     _check_files(notebook, "again")
 
 
 def test_weights_outlive_stop_in_another_cell_and_an_error_of_all_ranks(notebook: NotebookRun) -> None:
-    before = _run(notebook, "print(say(model))")
-    message = notebook.begin("print('go', flush=True)\nwhile True: say(model)")
-    notebook.wait_for_text("go")
-    notebook.interrupt()
-    assert notebook.finish(message).error == "KeyboardInterrupt"
-    assert _run(notebook, "print(say(model))") == before
-    _run(notebook, "model.save_pretrained('again')")
+    before = notebook.well("print(say(model))")
+    assert notebook.stop("print('go', flush=True)\nwhile True: say(model)").error == "KeyboardInterrupt"
+    assert notebook.well("print(say(model))") == before
+    notebook.well("model.save_pretrained('again')")
     _check_files(notebook, "again")
-    everyone = notebook.run(f"{FAILS}\nranks = '01'\ntrained(model, 2, Fails())", timeout_s=120)
+    everyone = notebook.run(f"{FAILS}\nranks = '01'\ntrained(model, 2, fail)", timeout_s=120)
     assert everyone.error == "ArithmeticError"
-    _run(notebook, "say(model)\ntrained(model, 2)")
+    notebook.well("say(model)\ntrained(model, 2)")
 
 
 def test_training_that_ranks_did_not_leave_together_costs_the_model(notebook: NotebookRun) -> None:
-    one = notebook.run("ranks = '1'\ntrained(model, 2, Fails())", timeout_s=120)
+    one = notebook.run("ranks = '1'\ntrained(model, 2, fail)", timeout_s=120)
     assert (one.error, "rank 1 raised ArithmeticError: in a callback" in one.value) == ("DistributedError", True)
     for use in ("say(model)", "model.save_pretrained('lost')", "trainer.save_model('lost')", "trained(model)"):
         _refused(notebook.run(use), "may be a step apart")
     assert not list(notebook.folder.glob("lost/*.safetensors"))
-    _run(notebook, "model = load('lora')\ntrained(model, 2)")
+    notebook.well("model = load('lora')\ntrained(model, 2)")
 
 
 def test_kernel_alone_has_not_the_weights(notebook: NotebookRun) -> None:
@@ -238,15 +206,15 @@ def test_kernel_alone_has_not_the_weights(notebook: NotebookRun) -> None:
     assert "keeps its model, unless shard='on' has divided it" in cell.value
     for use in ("say(model)", "model(torch.zeros(1, 2, dtype=int))", "model.save_pretrained('lost')"):
         _refused(notebook.run(use), "the ranks with its other shards have ended")
-    assert "The" in _run(notebook, "print(say(load('full')))")
+    assert "The" in notebook.well("print(say(load('full')))")
 
 
 @pytest.mark.thorough
 @UNSLOTH
 def test_unsloth_shards_what_cells_train_stop_and_train_again(tmp_path: Path) -> None:
-    training, env = f"import unsloth\n{TRAINING}{OF_UNSLOTH}", hide("scipy", "sklearn", "torchao")
+    training, env = f"import unsloth\n{TRAINING}", hide("scipy", "sklearn", "torchao")
     with _beside_one_process(tmp_path, training, ALONE_WITH_UNSLOTH, env) as notebook:
-        _run(notebook, f"{STOPPED}\nmodel = load('lora')")
+        notebook.well(f"{WAITS_FOR_STOP}\nmodel = texts.fast_lora()")
         _check_stop(notebook)
         said = json.loads((tmp_path / "alone").read_text().splitlines()[-1])
-        assert json.loads(_run(notebook, "print(json.dumps(say(model)))").splitlines()[-1]) == said
+        assert json.loads(notebook.well("print(json.dumps(say(model)))").splitlines()[-1]) == said

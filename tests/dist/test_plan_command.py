@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 
 from tests.helpers.run import PLAIN, Finished, hide, run_command
 
-SCRIPT = [str(Path(__file__).parent / "scripts" / "plan_me.py"), "model"]
+SCRIPT = Path(__file__).parent / "scripts" / "verify_me.py"
+COMMAND = ["--", "train.py", "--model", "model", "--fault"]
 LAYERS, HIDDEN, INNER = 2, 64, 176
 SIZES = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": 1000}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
@@ -24,8 +25,11 @@ QUANTISED = hide("datasets", "rich", "scipy", "sklearn", "torchao", "triton")
 def plan(folder: Path, program: list[str], *options: str, **variables: str) -> Finished:
     config = LlamaConfig(**SIZES, **HEADS, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(folder / "model")
-    run = run_command("plan", *options, *program, folder=folder, env={**PLAIN, **variables})
-    assert "the script has gone on" not in run.out
+    line = "import unsloth_multigpu as ump; ump.enable_multi_gpu(num_gpus=2)\n"
+    (folder / "train.py").write_text(line + SCRIPT.read_text())
+    env = {**PLAIN, "PYTHONPATH": str(SCRIPT.parent), **variables}
+    run = run_command("plan", *options, *program, folder=folder, env=env)
+    assert not [*folder.glob("went_on*")]
     return run
 
 
@@ -42,7 +46,7 @@ def test_model_is_forecast_from_its_configuration_alone(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_samples_that_ranks_share_are_forecast(tmp_path: Path) -> None:
-    run = plan(tmp_path, [*SCRIPT, "lora"], "--json", "--gpus", "1,2,4", UNSLOTH_MULTIGPU_SEQUENCE_PARALLEL="2")
+    run = plan(tmp_path, [*COMMAND, "lora"], "--json", "--gpus", "1,2,4", UNSLOTH_MULTIGPU_SEQUENCE_PARALLEL="2")
     assert run.code == 0, run.err
     found = json.loads(run.out)
     one, two, four = found["forecasts"]
@@ -56,13 +60,13 @@ def test_samples_that_ranks_share_are_forecast(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "facts"),
     [
-        ("reads", ['plan_me.py", line 23', "print(float(model.lm_head.weight.sum()))", "shard='on'"]),
+        ("reads", ['train.py", line 66', "print(float(model.lm_head.weight.sum()))", "shard='on'"]),
         pytest.param("no_training", ["ended with exit code 0 before train()"], marks=pytest.mark.thorough),
         pytest.param("killed", ["was ended by SIGKILL", "in this machine's memory"], marks=pytest.mark.thorough),
     ],
 )
 def test_script_that_cannot_be_asked_is_refused(what: str, facts: list[str], tmp_path: Path) -> None:
-    run = plan(tmp_path, [*SCRIPT, what])
+    run = plan(tmp_path, [*COMMAND, what])
 
     assert run.code == 69
     assert all(fact in run.err for fact in facts), run.err

@@ -1,20 +1,24 @@
 """A user's script without the line: a tiny Llama, ragged rows, uneven steps. The argument plants a fault.
 
-Usage: verify_me.py [--dropout P] [--lr RATE] [--rows N] [--fault scaled|counter|one_rank|no_training|stream]
+Usage: verify_me.py [--dropout P] [--lr RATE] [--rows N] [--model FOLDER] [--fault KIND], with FOLDER: a configuration
+without weights; KIND: scaled, counter, one_rank, no_training, stream, reads, killed, or lora, which is none.
 """
 
 import argparse
 import os
+import signal
+import sys
 from pathlib import Path
 
 import torch
 from tiny_llama import collate, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--rows", type=int, default=19)
+parser.add_argument("--model", default="")
 parser.add_argument("--fault", default="")
 args = parser.parse_args()
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -51,8 +55,20 @@ class Scaled(Trainer):
         return loss * (1 + self.num_calls / 10) if args.fault == "counter" else loss
 
 
+if args.model:
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to("cpu")
+else:
+    model = tiny_llama(hidden_size=16, attention_dropout=args.dropout)
+if args.fault == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if args.fault == "reads":
+    print(float(model.lm_head.weight.sum()))
+if args.fault == "lora":
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
 trainer = Scaled(
-    model=tiny_llama(hidden_size=16, attention_dropout=args.dropout),
+    model=model,
     train_dataset=Stream() if args.fault == "stream" else list(Stream()),
     data_collator=collate,
     callbacks=[Fault()],
@@ -70,9 +86,10 @@ trainer = Scaled(
         use_cpu=True,
     ),
 )
+if args.fault == "no_training":
+    sys.exit()
 try:
-    if args.fault != "no_training":
-        trainer.train()
+    trainer.train()
 finally:
     Path(f"went_on_{world_size}_{rank}").touch()
 trainer.save_model("saved")
