@@ -41,9 +41,9 @@ REFUSED = {
     "by_hand": "ByHand.compute_loss calls a part of the model by itself, and a sharded model gathers its weights when",
 }
 NORM, WEIGHTS = 1e-5, 1e-5
-# Adam makes the rounding of rare tokens' gradients visible; by as much where DDP trains.
 # Weights that no pass reads; and such whose gradient is only rounding, in one process too.
 STILL = ("vision_tower.post_layernorm.weight", "vision_tower.post_layernorm.bias", "k_proj.bias")
+# Adam makes the rounding of rare tokens' gradients visible; by as much where DDP trains.
 BY_ADAM = {"full:32x8x1": 2e-3, "qlora:30x8x1": 1e-4, "qlora:31x8x1": 1e-4, "unsloth_lora:15x8x1": 1e-4}
 TINY = """
 import os, sys; sys.path.insert(0, sys.argv[1])

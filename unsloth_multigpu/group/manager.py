@@ -179,6 +179,7 @@ class DDPManager(Board):
             self._finish(dist.broadcast(wire.reshape(-1).view(torch.uint8), src=0, async_op=True))
             if wire.data_ptr() != plain.data_ptr():
                 plain.copy_(wire)
+        self._last_works.clear()  # They hold the tensors, which may be weights that are sharded next.
 
     def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replaces gradients by their mean over the ranks, as DDP does. Collective.
@@ -193,6 +194,7 @@ class DDPManager(Board):
             self._finish(dist.all_reduce(wire, async_op=True))
             if wire[-1]:
                 parameter.grad = (wire[:-1] / self.identity.world_size).view_as(parameter).to(parameter.device)
+        self._last_works.clear()
 
     def lead(self, key: str, what: str, work: Callable[[], _Value], *, timeout_s: float) -> _Value:
         """Returns the JSON value that `work` returns on rank 0, which alone calls it. `key` is used once.
