@@ -86,7 +86,7 @@ def test_two_ranks_log_what_one_process_logs(runs, job):
 
 def test_line_of_a_planned_step_has_the_mean_over_its_tokens(runs):
     # As of one process whose step is one micro-batch. The padding of others' micro-batches is not computed.
-    # Micro-batches that are dealt whole, as in the last step, count alike, whatever their tokens.
+    # Micro-batches that are not shared, as in the last step, count alike, as in one process.
     near = {"mean_token_accuracy": 5e-4}
     assert_same_log(runs["one"]["sft:24x8x1:1"][0], runs["two"][PLANNED][0], near=near)
 

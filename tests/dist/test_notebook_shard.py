@@ -207,6 +207,8 @@ def test_kernel_alone_has_not_the_weights(notebook: NotebookRun) -> None:
     for use in ("say(model)", "model(torch.zeros(1, 2, dtype=int))", "model.save_pretrained('lost')"):
         _refused(notebook.run(use), "the ranks with its other shards have ended")
     assert "The" in notebook.well("print(say(load('full')))")
+    # Else accelerate would shard the next Trainer of this process, too.
+    assert notebook.well("ump.disable_multi_gpu()\nprint('ACCELERATE_USE_FSDP' in os.environ)").endswith("False")
 
 
 @pytest.mark.thorough

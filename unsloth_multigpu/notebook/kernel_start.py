@@ -52,10 +52,11 @@ _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
 _JOB = "notebook"
 _RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
-# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device.
-_DEVICE_VARIABLES = (
+# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device; and those by which
+# accelerate keeps in mind that a Trainer was sharded.
+_RANK_VARIABLES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
-    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
+    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"),
 )
 # Keeps an error in ProcessGroupNCCL from ending the kernel's process.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -162,7 +163,7 @@ class Notebook:
         run_id = uuid.uuid4().hex
         variables = rank_environment(config, num_ranks, self.run_dir, self.log_dir, run_id, os.environ)
         values = {**variables, **_NCCL, **self._identity.variables()}
-        before = {name: os.environ.get(name) for name in (*values, *_DEVICE_VARIABLES)}
+        before = {name: os.environ.get(name) for name in (*values, *_RANK_VARIABLES)}
         stack.enter_context(variables_set({**before, **values}))
         settings = {"path": sys.path, "before": before}
         workers: list[WorkerProcess] = []
