@@ -22,7 +22,7 @@ DOCS_VENV := build/docs/venv
 RELEASE := build/release
 RELEASE_NEEDS := build==1.6.1 twine==7.0.0 check-wheel-contents==0.6.3
 # No conflict warnings: without a GPU, Unsloth's wish for torchvision and xformers stays open on purpose.
-# Nothing is compiled ahead: that is two thirds of pip's time, and a process that imports a module does it.
+# Modules are compiled when they are first imported: most of them never are.
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-warn-conflicts --no-compile
 INSTALL := $(PIP_INSTALL) -c constraints.txt
 UV_INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt
@@ -85,7 +85,6 @@ gpu-site: setup
 	rm -rf $(addprefix $(SITE)/,bin studio unsloth_cli test unsloth_zoo_downloads jedi/third_party/django-stubs)
 	find $(SITE)/bitsandbytes -name 'libbitsandbytes_*.so' ! -name '*_cuda$(SITE_CUDA)*.so' ! -name '*_cpu.so' -delete
 	find $(SITE)/torchao -name '*.so' -delete
-	find $(SITE) -name __pycache__ -prune -exec rm -rf {} +
 	tar -C $(SITE) -czf $(SITE).tar.gz . && du -h $(SITE).tar.gz
 
 # With what is `thorough`: three ranks, strategies, further kinds, clients over TLS, experiments.
