@@ -52,8 +52,8 @@ _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
 _JOB = "notebook"
 _RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
-# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device; and those by which
-# accelerate keeps in mind that a Trainer was sharded.
+# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device; and those that
+# transformers and accelerate set when a Trainer is sharded.
 _RANK_VARIABLES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
     *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"),
