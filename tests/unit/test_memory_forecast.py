@@ -2,12 +2,14 @@
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.helpers.refused import refused
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.shard import count, script_probe
 from unsloth_multigpu.shard.memory import (
     CONTEXT_BYTES,
     GIB,
@@ -142,3 +144,25 @@ def test_model_is_a_program_of_its_own_where_no_script_is_given():
     for option in ({"model": "org/model"}, {"lora": 0}, {"bits": "4"}):
         with pytest.raises(ConfigError, match="for a forecast without a script"):
             run(Options(**option), {}, ["train.py"])
+
+
+def test_a_forecast_counts_what_was_given_or_refuses_it():
+    with refused(SetupError, "tokens=8, but the samples have no input_ids", "Leave --tokens out"):
+        count._longest(SimpleNamespace(train_dataset=[{"prompt_ids": [1, 2]}]), 8)
+    assert count._longest(SimpleNamespace(train_dataset=[{"input_ids": [1, 2]}]), 8) == (8, "as given")
+    with refused(SetupError, "model: the memory of a GGUF file cannot be forecast"):
+        script_probe._from_configuration(None, None, pretrained_model_name_or_path="model", gguf_file="a.gguf")
+
+
+def test_all_processes_of_a_forecast_are_found_in_any_folder(monkeypatch, tmp_path):
+    (tmp_path / "bücher").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "bücher"))
+
+    def run_to_end(_command, variables, log, *, marker, limit_s):
+        assert any(marker in value for value in variables.values())
+        log.touch()
+        return 1
+
+    monkeypatch.setattr(script_probe, "run_to_end", run_to_end)
+    with pytest.raises(SetupError, match="The script ended with exit code 1 before train"):
+        script_probe.ask(["python"], {}, script_probe.Question([("ddp", 1)]))

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_wait_for_a_worker_has_a_limit(kernel):
 def test_a_call_that_a_replayed_cell_does_not_reach_is_asked_for_in_a_cell():
     ended = {1: {"error": "", "traceback": ""}}
     worker = SimpleNamespace(rank=1, exit_code=None, ended=ended, send=lambda *_, **__: None)
-    hint = "Call enable_multi_gpu() in a cell, not in a callback."
+    hint = "Call enable_multi_gpu() in a cell, not in a callback or behind a condition."
     with refused(DistributedError, "it has not come to that call.\nx = 1\n", hint):
         Kernel([worker], lambda: -1).replay("x = 1", 1.0, has_line=True)
 
@@ -136,6 +137,17 @@ def test_stop_while_nothing_may_be_raised_comes_afterwards(kernel):
     assert reached == ["the end"]
     kernel.workers[0].kill()
     kernel.finish(KeyboardInterrupt())
+
+
+def test_error_that_came_too_late_for_its_cell_ends_no_other(kernel):
+    with kernel.undisturbed():
+        kernel.cell = late = Cell(1)
+        late.fail("hung", DistributedError("late", hint=""))
+        kernel.attend()
+        wait_until(lambda: Action.RAISE in late.done, 20.0, "the time of the error")
+        kernel.cell = Cell(2)
+    time.sleep(0.3)
+    kernel.cell = None
 
 
 def outcome(error, message, **fields):

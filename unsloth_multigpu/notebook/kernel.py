@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -58,6 +59,7 @@ class Cell:
         failure: Kind of the first fault of another rank; None = none.
         failure_s: When that was noticed.
         failure_error: The error to show for it.
+        pending_error: The error to raise in the kernel's main thread.
         is_shown: `failure_error` was shown to the user.
         is_of_some: It has run code on some ranks only, by %%rank.
         done: Actions of the kernel and when it took them.
@@ -76,6 +78,7 @@ class Cell:
     failure: Kind | None = None
     failure_s: float = 0.0
     failure_error: MultiGPUError | None = None
+    pending_error: BaseException | None = None
     is_shown: bool = False
     is_of_some: bool = False
     diverged_since_s: float | None = None
@@ -117,7 +120,7 @@ class Kernel:
         self.is_broken = False
         # A forked child has the same thread ids.
         self._main_thread = os.getpid(), threading.get_ident()
-        self._num_cells = 0
+        self._cell_numbers = itertools.count(1)
 
     @property
     def current(self) -> Cell | None:
@@ -184,7 +187,7 @@ class Kernel:
 
         Raises DistributedError if the code failed on a worker.
         """
-        cell_number = self._next_cell_number()
+        cell_number = next(self._cell_numbers)
         for worker in self.workers:
             worker.is_ready = not has_line
         fields = {"source": source, "execution_count": execution_count, "has_line": has_line}
@@ -194,7 +197,8 @@ class Kernel:
         for worker in self.workers:
             message = worker.ended.get(cell_number)
             if message is not None and (message["error"] or has_line):
-                place = "the first cell, and restart the kernel" if message["error"] else "a cell, not in a callback"
+                missed = "a cell, not in a callback or behind a condition"
+                place = "the first cell, and restart the kernel" if message["error"] else missed
                 raise DistributedError(
                     f"Code from before enable_multi_gpu() failed on rank {worker.rank}: "
                     f"{message['error'] or 'it has not come to that call.'}\n"
@@ -216,11 +220,11 @@ class Kernel:
         task of an async cell, and `execution_count` the cell's number in the notebook.
         """
         message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
-        return self._begin(Cell(self._next_cell_number(), task), "cell", {**message, "folder": _folder()})
+        return self._begin(Cell(next(self._cell_numbers), task), "cell", {**message, "folder": _folder()})
 
     def begin_group(self, order: Mapping[str, Any]) -> Cell:
         """Lets the workers open a new process group. `finish` ends it."""
-        return self._begin(Cell(self._next_cell_number(), makes_group=True), "open", order)
+        return self._begin(Cell(next(self._cell_numbers), makes_group=True), "open", order)
 
     def _begin(self, cell: Cell, kind: str, fields: Mapping[str, Any]) -> Cell:
         with self.undisturbed():
@@ -297,10 +301,6 @@ class Kernel:
             return None
         text = f"The ranks have called different numbers of collectives in this cell: {sorted(collectives)}."
         return DivergenceError(text, hint=hint)
-
-    def _next_cell_number(self) -> int:
-        self._num_cells += 1
-        return self._num_cells
 
 
 def _folder() -> str:

@@ -49,7 +49,6 @@ class Monitor:
         self._kernel = kernel
         self._run_dir = run_dir
         self._hang_timeout_s = hang_timeout_s
-        self._pending_error: BaseException | None = None
         self._looked_s = 0.0
         self._signalled_s = 0.0
         self._is_closing = False
@@ -103,12 +102,11 @@ class Monitor:
 
     def _raise_pending(self, _signal_number: int, _frame: object) -> None:
         cell = self._kernel.cell
-        makes_group = cell is not None and cell.makes_group
-        if self._pending_error is None or (self._kernel.is_undisturbed and not makes_group):
+        if cell is None or cell.pending_error is None or (self._kernel.is_undisturbed and not cell.makes_group):
             return  # The signal is sent again.
-        error, self._pending_error = self._pending_error, None
+        error, cell.pending_error = cell.pending_error, None
         # While the main thread writes its traceback, an error would end IPython's own code.
-        if cell is not None and cell.main == "runs":
+        if cell.main == "runs":
             strike(cell.task, error)
 
     def _run(self) -> None:
@@ -195,7 +193,7 @@ class Monitor:
             cell.done[action] = time.monotonic()
             self._act(cell, action)
         # Sent repeatedly, because the handler raises nothing while the main thread is undisturbed.
-        if self._pending_error is not None and cell.main == "runs" and now_s - self._signalled_s > _SIGNAL_S:
+        if cell.pending_error is not None and cell.main == "runs" and now_s - self._signalled_s > _SIGNAL_S:
             self._signalled_s = now_s
             signal.pthread_kill(self._main_thread, RAISE_SIGNAL)
 
@@ -214,7 +212,7 @@ class Monitor:
         elif action == Action.ABORT:
             abort_group(kernel.pids)
         else:
-            self._pending_error = cell.failure_error or KeyboardInterrupt()
+            cell.pending_error = cell.failure_error or KeyboardInterrupt()
 
     def _look(self, cell: Cell) -> None:
         """Looks for divergence and hangs, which workers do not report."""

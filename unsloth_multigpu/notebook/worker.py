@@ -278,6 +278,5 @@ def _traceback(error: BaseException) -> str:
 
 
 def _close_figures() -> None:
-    pyplot = sys.modules.get("matplotlib.pyplot")
-    if pyplot is not None:
+    if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
         pyplot.close("all")  # The front end does so with the figures that it has shown.

@@ -101,9 +101,11 @@ def micro_batch(trainer: Any, training: Training, num_rows: int) -> Any:
 
 def _longest(trainer: Any, tokens: int | None) -> tuple[int, str]:
     """Returns the tokens of the longest sample, 0 = not known before it is collated, and the source of the number."""
-    if tokens is not None:
-        return tokens, "as given"
     data = trainer.train_dataset
+    if tokens is not None:
+        if not _num_tokens(_ends(data)[0]):
+            raise SetupError(f"tokens={tokens}, but the samples have no input_ids.", hint="Leave --tokens out.")
+        return tokens, "as given"
     longest = _num_tokens(_ends(data)[0]) if _has_numbers(data) else 0
     if not longest:
         return 0, "the first samples, which the collator tokenizes"

@@ -96,11 +96,11 @@ def ask(
         values = {"file": str(outcome), "question": dataclasses.asdict(question)}
         request = ToolRequest("unsloth_multigpu.shard.script_probe:Probe", values)
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
-        code = run_to_end(command, variables, log, marker=str(outcome), limit_s=limit_s)
+        code = run_to_end(command, variables, log, marker=folder.name, limit_s=limit_s)
         if code is None:
             raise RankTimeoutError(
                 f"The script did not reach train() within {limit_s:g} seconds.",
-                hint=f"Raise the limit. {WITHOUT_FORECAST}",
+                hint=f"`unsloth-multigpu plan --timeout-s` sets a longer limit. {WITHOUT_FORECAST}",
             )
         if code or not outcome.exists():
             raise _no_answer(code, log)
@@ -239,8 +239,9 @@ def meta_patches() -> list[Patch]:
     ]
 
 
-def _from_configuration(original: Callable[..., Any], /, cls: Any, name: Any, *_: Any, **kwargs: Any) -> Any:
+def _from_configuration(original: Callable[..., Any], /, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Creates the model without weights."""
+    name = args[0] if args else kwargs.pop("pretrained_model_name_or_path")
     if kwargs.get("gguf_file"):
         raise SetupError(f"{name}: the memory of a GGUF file cannot be forecast.", hint=WITHOUT_FORECAST)
     wants_info = kwargs.pop("output_loading_info", False)
