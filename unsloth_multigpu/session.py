@@ -318,7 +318,7 @@ def _patches(session: Session) -> list[Patch]:
     if config.shard == "on":
         from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard
 
-        ask_unsloth_to_shard(offload=config.shard_offload)
+        ask_unsloth_to_shard(session.on_close, offload=config.shard_offload)
     return [*patches, *patches_of_rank(session, local_device(identity, config), gate)]
 
 

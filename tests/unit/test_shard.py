@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -156,15 +157,23 @@ def test_offload_is_not_asked_against_the_script(monkeypatch):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     with pytest.raises(SetupError, match="fsdp_config of TrainingArguments says cpu_offload=False"):
         ask_accelerate_to_shard(SimpleNamespace(fsdp=True, fsdp_config={"cpu_offload": False}), offload=True)
-    monkeypatch.delenv("UNSLOTH_FSDP2_CPU_OFFLOAD", raising=False)
-    monkeypatch.setenv("UNSLOTH_FSDP2", "1")
-    ask_unsloth_to_shard()
-    assert "UNSLOTH_FSDP2_CPU_OFFLOAD" not in os.environ
-    ask_unsloth_to_shard(offload=True)
-    assert os.environ["UNSLOTH_FSDP2_CPU_OFFLOAD"] == "1"
     monkeypatch.setenv("UNSLOTH_FSDP2_CPU_OFFLOAD", "0")
-    with pytest.raises(SetupError, match="shard_offload=True, but UNSLOTH_FSDP2_CPU_OFFLOAD='0'"):
-        ask_unsloth_to_shard(offload=True)
+    with ExitStack() as stack, pytest.raises(SetupError, match="True, but UNSLOTH_FSDP2_CPU_OFFLOAD='0'"):
+        ask_unsloth_to_shard(stack, offload=True)
+
+
+def test_a_closed_session_asks_no_library_to_shard(monkeypatch):
+    monkeypatch.delenv("UNSLOTH_FSDP2_CPU_OFFLOAD", raising=False)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    monkeypatch.setenv("UNSLOTH_FSDP2", "1")
+    with ExitStack() as on_close:
+        ask_unsloth_to_shard(on_close)
+        assert "UNSLOTH_FSDP2_CPU_OFFLOAD" not in os.environ
+        ask_unsloth_to_shard(on_close, offload=True)
+        assert os.environ["UNSLOTH_FSDP2_CPU_OFFLOAD"] == "1"
+        os.environ["ACCELERATE_USE_FSDP"] = "true"  # As transformers does for a sharded Trainer.
+    assert not os.environ.keys() & {"UNSLOTH_FSDP2_CPU_OFFLOAD", "ACCELERATE_USE_FSDP"}
+    assert os.environ["UNSLOTH_FSDP2"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,33 @@ from typing import Any
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.part import ArgumentsLike
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.wire.process import set_variables
 
 # Read by `import unsloth` and by its Trainer. A value that the script has set is kept.
 _UNSLOTH_VARIABLE = "UNSLOTH_FSDP2"
 # Without it Unsloth does not shard frozen weights on a card that can hold the model.
 _UNSLOTH_LAYOUT = "UNSLOTH_FSDP2_LAYOUT"
 _UNSLOTH_OFFLOAD = "UNSLOTH_FSDP2_CPU_OFFLOAD"
+# Transformers and accelerate set the last two for a sharded Trainer, and would shard every later one.
+SHARD_VARIABLES = (
+    *(_UNSLOTH_VARIABLE, _UNSLOTH_LAYOUT, _UNSLOTH_OFFLOAD),
+    *("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"),
+)
 _LOADS = "transformers>=4.57,<6"
 _UNSLOTH = "unsloth>=2026.10.9"
 # The defaults of TrainingArguments(fsdp=True), written out because they may change.
 _FSDP_CONFIG = {"version": 2, "reshard_after_forward": True}
 
 
-def ask_unsloth_to_shard(*, offload: bool = False) -> None:
+def ask_unsloth_to_shard(on_close: ExitStack, *, offload: bool = False) -> None:
     """Sets the environment variables by which Unsloth shards the model of its Trainer, with `offload` in host memory.
+
+    `on_close` restores them, and those that other libraries set for a sharded Trainer, when it is closed.
 
     Raises:
         SetupError: The environment contradicts `offload`.
     """
+    on_close.callback(set_variables, {name: os.environ.get(name) for name in SHARD_VARIABLES})
     os.environ.setdefault(_UNSLOTH_VARIABLE, "1")
     os.environ.setdefault(_UNSLOTH_LAYOUT, "sharded")
     if not offload:

@@ -20,6 +20,7 @@ from unsloth_multigpu.launch.rank import last_collective
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.seam import instance_attribute
+from unsloth_multigpu.wire.process import set_variables
 
 # Magics that change the machine, ask the user, measure, or use the front end. Only rank 0 runs them, and what they run
 # does not see the variables of a rank. %sx and its like return what `getoutput` does, which all ranks call.
@@ -252,19 +253,11 @@ def variables_set(values: Mapping[str, str | None]) -> Iterator[None]:
         yield
         return
     before = {name: os.environ.get(name) for name in values}
-    _write(values)
+    set_variables(values)
     try:
         yield
     finally:
-        _write(before)
-
-
-def _write(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        set_variables(before)
 
 
 def is_rank_0_magic(kind: str, name: str, magic: Any) -> bool:

@@ -28,6 +28,7 @@ from unsloth_multigpu.errors import (
     VersionError,
 )
 from unsloth_multigpu.group.manager import local_device
+from unsloth_multigpu.hooks.shard import SHARD_VARIABLES
 from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.launch.rank import last_collective
 from unsloth_multigpu.logs import get_logger
@@ -52,11 +53,10 @@ _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
 _JOB = "notebook"
 _RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
-# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device; and those that
-# transformers and accelerate set when a Trainer is sharded.
+# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device; and those of sharding.
 _RANK_VARIABLES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
-    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"),
+    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", *SHARD_VARIABLES),
 )
 # Keeps an error in ProcessGroupNCCL from ending the kernel's process.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}

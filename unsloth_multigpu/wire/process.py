@@ -8,7 +8,7 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -40,6 +40,15 @@ def only_here(function: Callable[_P, object], otherwise: Callable[_P, object] | 
             chosen(*args, **kwargs)
 
     return call
+
+
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Sets environment variables; None = not set."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def is_alive(pid: int) -> bool:

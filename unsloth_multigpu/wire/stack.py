@@ -61,14 +61,10 @@ def main_frames(text: str) -> list[str]:
 
 def place_of(frames: list[str]) -> str:
     """Returns the innermost frame of the user's own code, such as "train.py:41 in collate"; "" without one."""
-    for line in frames:
-        frame = _FRAME.match(line)
-        if frame is not None and not _is_library(frame["file"]):
-            cell = _CELL.match(frame["file"])
-            name = f"In [{cell[1]}]" if cell else Path(frame["file"]).name
+    for frame in filter(None, map(_FRAME.match, frames)):
+        file = frame["file"]
+        cell = _CELL.match(file)
+        if (cell or not file.startswith(_LIBRARIES)) and not any(site in file for site in _SITES):
+            name = f"In [{cell[1]}]" if cell else Path(file).name
             return f"{name}:{frame['line']} in {frame['function']}"
     return ""
-
-
-def _is_library(file: str) -> bool:
-    return (file.startswith(_LIBRARIES) and not _CELL.match(file)) or any(site in file for site in _SITES)
