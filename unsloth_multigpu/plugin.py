@@ -82,8 +82,8 @@ def enable_multi_gpu(
     `num_gpus` ranks, does not return, and exits with the ranks' exit code. In a rank, and with one device, the call
     returns. Under torchrun, accelerate launch or srun it joins the ranks that these started.
 
-    An option that is left out is read from the variable UNSLOTH_MULTIGPU_<NAME>, then from the YAML file
-    UNSLOTH_MULTIGPU_CONFIG; else it has the default in brackets. These are the everyday options;
+    An option that is left out is read from the variable UNSLOTH_MULTIGPU_<NAME>, the YAML file UNSLOTH_MULTIGPU_CONFIG
+    or pyproject.toml, in this order; else it has the default in brackets. These are the everyday options;
     `unsloth-multigpu run --help` and docs/options.md list all of them.
 
     Args:

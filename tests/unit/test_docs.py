@@ -15,6 +15,7 @@ from tests.helpers.house_page import arrows, circles, written
 from tests.helpers.pages import options_markdown, seams_markdown
 from tests.helpers.run import ROOT
 from tests.unit.test_house_rules import LAYERS
+from unsloth_multigpu.train.loop import PLACES
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")])
 MAX_README_WORDS = 900
@@ -130,6 +131,12 @@ def test_page_is_that_of_this_code(name: str, made: Callable[[str], str], module
     page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     assert page == made(page), f"write it again: python -m tests.helpers.{module}"
     assert name == "options" or "|  |\n" not in page  # Each patch has a reason.
+
+
+def test_each_place_of_parts_has_one() -> None:
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "unsloth_multigpu").rglob("*.py"))
+    found = [name for source in sources for name in re.findall(r'^    place = "(\w+)"$', source, flags=re.MULTILINE)]
+    assert set(found) == {name for name, _ in PLACES}
 
 
 def test_no_folder_reaches_itself_and_no_arrow_goes_up() -> None:
