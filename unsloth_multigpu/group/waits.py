@@ -12,11 +12,11 @@ import torch
 
 
 def moment(device: torch.device) -> Any:
-    """Returns the current time for a `Lap`. On a GPU it is an event of the current stream, which nothing waits for."""
+    """Returns the current time for a `Lap`. On a GPU it is an event of its current stream, which nothing waits for."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device=device, enable_timing=True)
-    event.record()
+    event.record(torch.accelerator.current_stream(device))
     return event
 
 

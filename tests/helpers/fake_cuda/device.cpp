@@ -408,6 +408,7 @@ void synchronize_device(DeviceIndex device) {
 struct Event {
   double recorded_s = 0;
   std::vector<PendingPtr> works;  // What the stream had to do when the event was recorded.
+  DeviceIndex device = 0;
   bool is_over() const {
     return std::all_of(works.begin(), works.end(), [](auto& work) { return work->is_over(); });
   }
@@ -465,7 +466,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new Event;
-    *static_cast<Event*>(*event) = Event{now_s(), dependencies_of(stream)};
+    *static_cast<Event*>(*event) = Event{now_s(), dependencies_of(stream), stream.device_index()};
   }
   void block(void* event, const Stream& stream) const override {
     if (event)
@@ -477,8 +478,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event)
       for (auto& work : static_cast<Event*>(event)->works) work->wait();
   }
-  double elapsedTime(void* begin, void* end, const DeviceIndex) const override {
-    return (static_cast<Event*>(end)->passed_s() - static_cast<Event*>(begin)->passed_s()) * 1e3;
+  double elapsedTime(void* first, void* second, const DeviceIndex) const override {
+    auto begin = static_cast<Event*>(first), end = static_cast<Event*>(second);
+    // As cudaEventElapsedTime: "if the two input events are associated to different devices".
+    TORCH_CHECK(begin->device == end->device, "CUDA error: invalid resource handle");
+    return (end->passed_s() - begin->passed_s()) * 1e3;
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}

@@ -258,13 +258,9 @@ class Meter:
         self._micro_batches: list[tuple[_Inputs, Lap]] = []
         self._pending: tuple[_Inputs, Any] | None = None
         self._steps: list[tuple[_Mark, _Mark]] = []
-        self._watched: set[int] = set()
-        self._watch_end(model)
+        self._last = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._last.register_post_accumulate_grad_hook(self._after_backward)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-
-    def __deepcopy__(self, memo: Any) -> Meter:
-        """Returns itself: copies of the model, which the legacy path makes for further devices, share its hooks."""
-        return self
 
     def mark_begin(self) -> None:
         """Called at the start of an epoch: the time before it belongs to no step."""
@@ -292,21 +288,14 @@ class Meter:
             torch.cuda.synchronize()  # Most arms synchronize in each step in any case, when they log the loss.
         return time.perf_counter(), time.process_time(), len(self._micro_batches)
 
-    def _watch_end(self, model: torch.nn.Module) -> None:
-        last = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        last.register_post_accumulate_grad_hook(self._after_backward)
-        self._watched.add(id(model))
-
     def _before_forward(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._pending = None
         if not (model.training and torch.is_grad_enabled()):
             return  # Not a training step.
-        if id(model) not in self._watched:
-            self._watch_end(model)  # A copy of the model has no hooks on parameters.
-        ids = kwargs["input_ids"]
         more = "position_ids" if "position_ids" in kwargs else "attention_mask"
         inputs = {name: kwargs[name].clone() for name in ("input_ids", more)}
-        self._pending = (inputs, (kwargs["labels"] != -100).any(dim=1)), moment(ids.device)
+        # Not of the inputs' device: the legacy path uses several, and a lap is measured on one.
+        self._pending = (inputs, (kwargs["labels"] != -100).any(dim=1)), moment(self._last.device)
 
     def _after_backward(self, parameter: Any) -> None:
         if self._pending is not None:
