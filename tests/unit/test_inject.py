@@ -51,7 +51,9 @@ def trainer(tmp_path):
 def inject(trainer, folder, *faults, rank=0, attempt=0):
     context = RunContext.read({**faults_in(folder, *faults), "TORCHELASTIC_RESTART_COUNT": str(attempt)})
     session = SimpleNamespace(identity=SimpleNamespace(rank=rank), config=MultiGPUConfig(), context=context)
-    part = tool_of(context).part(trainer, session, SimpleNamespace(passes=SimpleNamespace(current=None)))
+    tool = tool_of(context)
+    tool.adjusted(MultiGPUConfig(shard="auto"))
+    part = tool.part(trainer, session, SimpleNamespace(passes=SimpleNamespace(current=None)))
     return Loop(trainer, [part]).steering()
 
 
@@ -71,7 +73,10 @@ def test_fault_is_met_on_its_rank_in_its_attempt_and_step(trainer, tmp_path, ran
     before = set(vars(trainer))
     with inject(trainer, tmp_path, Fault("raise", 1, 3), rank=rank, attempt=attempt):
         trainer.step()  # A second training of the same process.
+        trainer.event("on_train_begin")
     assert set(vars(trainer)) == before
+    # As asked, and not as decided for this training.
+    assert records(tmp_path, rank, "begin")[0]["config"]["shard"] == "auto"
     assert sum(records(tmp_path, rank, "step")[0]["samples"].values()) == 2
 
 
@@ -161,11 +166,13 @@ def test_processes_that_are_left_behind_are_counted_and_ended(tmp_path, monkeypa
         "def line(): enable_multi_gpu()\n"
         "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
         "open(sys.argv[1] + '/pid', 'w').write(str(child.pid))\n"
-        "print('unsloth_multigpu: rank 1 died. The other ranks were stopped.')\n"
+        "print('unsloth_multigpu: rank 1 died. The other ranks were stopped.', flush=True)\n"
+        "sys.stdout.buffer.write('\u8bad\u7ec3'.encode())\n"
         "sys.exit(3)\n"
     )
-    ended = run_script([str(script), "{run}"], tmp_path / "run", {"num_gpus": 2}, 60.0)
+    ended = run_script([str(script), "{run}"], tmp_path / "\u8bad", {"num_gpus": 2}, 60.0)
     assert (ended.code, ended.num_orphans) == (3, 1)
     assert ended.told == "rank 1 died. The other ranks were stopped."
-    pid = int((tmp_path / "run" / "work" / "pid").read_text())
+    assert ended.output.endswith("\u8bad\u7ec3")
+    pid = int((tmp_path / "\u8bad" / "work" / "pid").read_text())
     wait_until(lambda: not is_alive(pid), 60, "end of the child")

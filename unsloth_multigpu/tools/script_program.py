@@ -67,16 +67,14 @@ def run_recorded(
 ) -> tuple[int | None, list[dict[str, Any]], str]:
     """Runs a command whose processes write `rank_N.json` to `folder`, and ends all of its processes.
 
-    They are identified by the last two parts of the folder's path, which must occur in `environment` only.
+    They are identified by the folder's path, which must occur in `environment` only.
 
     Returns the exit code, None = it took longer than `limit_s`; if it is 0 the records, rank 0 first; the end of the
     output.
     """
     log = folder / "output.log"
-    # Not by the whole path, because requests contain it as JSON, which escapes characters other than ASCII.
-    marker = f"{folder.parent.name}/{folder.name}"
     code = run_to_end(
-        command, environment, log, marker=marker, limit_s=limit_s, terminate_limit_s=_TERMINATE_LIMIT_S, cwd=cwd
+        command, environment, log, marker=str(folder), limit_s=limit_s, terminate_limit_s=_TERMINATE_LIMIT_S, cwd=cwd
     )
     paths = folder.glob("rank_*.json") if code == 0 else ()
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]

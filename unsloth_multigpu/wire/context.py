@@ -21,7 +21,8 @@ class ToolRequest:
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables of this request."""
-        return {ENV_TOOL: json.dumps([self.name, self.values])}
+        # Paths as they are, because processes are found by them.
+        return {ENV_TOOL: json.dumps([self.name, self.values], ensure_ascii=False)}
 
 
 @dataclass(frozen=True)

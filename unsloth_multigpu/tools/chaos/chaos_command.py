@@ -25,7 +25,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.tools.chaos.fault import Fault, all_faults, chaos_variables, limit_s, parse_fault, read_records
-from unsloth_multigpu.tools.script_program import check_is_no_rank
+from unsloth_multigpu.tools.script_program import check_is_no_rank, command_of
 from unsloth_multigpu.wire.child import exit_on_signal, find_marked, kill_marked, wait_after_kill
 from unsloth_multigpu.wire.run import private_dir
 from unsloth_multigpu.words import duration, last_lines
@@ -325,8 +325,10 @@ def run_script(
     variables = {variable(name): str(value) for name, value in options.items() if value is not None}
     variables |= {"WANDB_MODE": "disabled", "PYTHONHASHSEED": "0", **chaos_variables(records, faults, work)}
     start_s = time.monotonic()
+    command = command_of([argument.replace("{run}", str(work)) for argument in program])
     process = subprocess.Popen(
-        _command([argument.replace("{run}", str(work)) for argument in program]),
+        # Without the module that makes the call, if the script makes it.
+        [command[0], *command[3:]] if calls_enable(program) else command,
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
         # A pipe, because a limit on the size of files, which simulates a full disk, must not affect the output.
@@ -350,19 +352,12 @@ def run_script(
         kill_marked(str(records))
         wait_after_kill(process)
     reader.join(_ORPHAN_LIMIT_S)
-    output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
+    output = b"".join(printed).decode("utf-8", errors="replace").replace("\r", "\n")
     # Show redirected paths as those in the user's folder.
     for redirected in (f"{work}/output{Path().resolve()}", str(work)):
         output = output.replace(redirected, ".")
     told = [m[1] for m in map(_TOLD.match, output.splitlines()) if m]
     return Ended(code, start_s, end_s, num_orphans, told[-1] if told else "", output, RunTrace.read(records))
-
-
-def _command(program: Sequence[str]) -> list[str]:
-    if program[0] != "-m":
-        program = [os.path.abspath(program[0]), *program[1:]]
-    own = [] if calls_enable(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
-    return [sys.executable, *own, *program]
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Chaos(Part, Tool):
         self._folder, self._all, self._work = Path(folder), [Fault(**fault) for fault in faults], work
 
     def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
+        self._asked = config  # Later shard="auto" is replaced by the decision.
         return config if self._work is None else dataclasses.replace(config, log_dir=str(Path(self._work, "logs")))
 
     def adjust_arguments(self, args: ArgumentsLike) -> None:
@@ -69,7 +70,7 @@ class Chaos(Part, Tool):
         if steps is None:
             return None
         self.adjust_arguments(trainer.args)  # Again, because the script may have changed them.
-        self.trainer, self._steps, self._config = trainer, steps, session.config
+        self.trainer, self._steps = trainer, steps
         self._rank, self._attempt = session.identity.rank, session.context.attempt
         self.supervisor_pid = session.context.supervisor_pid
         mine = [f for f in self._all if f.rank in (self._rank, ALL_RANKS) and f.attempt == self._attempt]
@@ -150,7 +151,7 @@ class Chaos(Part, Tool):
             "begin",
             step=int(state.global_step),
             output_dir=os.path.abspath(args.output_dir),
-            config=self._config.plain_values(),
+            config=self._asked.plain_values(),
         )
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
