@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import replace
@@ -54,7 +55,7 @@ def test_samples_are_compared_with_how_often_they_occur():
 def test_arms_hear_nothing_from_another_launcher(tmp_path):
     foreign = {"RANK": "3", "LOCAL_RANK": "3", "TORCHELASTIC_RUN_ID": "x", "UNSLOTH_MULTIGPU_RUN_DIR": "/r"}
     inherited = {**foreign, "UNSLOTH_MULTIGPU_VERIFY_EVERY": "0", "OMP_NUM_THREADS": "8", "HOME": "/h"}
-    inherited["CUDA_VISIBLE_DEVICES"] = "4,5"
+    inherited |= {"CUDA_VISIBLE_DEVICES": "4,5", "UNSLOTH_MULTIGPU_CONFIG": "m.yaml"}
 
     def variables(name, **options):
         return arm_environment(ARMS[name], BenchOptions(**{"device": "cpu", **options}), tmp_path, inherited)
@@ -62,7 +63,8 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path):
     on_cpu = variables("torchrun")
     kept = {"UNSLOTH_MULTIGPU_VERIFY_EVERY": "0", "OMP_NUM_THREADS": "1", "HOME": "/h", "CUDA_VISIBLE_DEVICES": ""}
     assert not foreign.keys() & on_cpu.keys()
-    assert on_cpu.items() >= {**kept, "TMPDIR": str(tmp_path)}.items()
+    kept |= {"TMPDIR": str(tmp_path), "UNSLOTH_MULTIGPU_CONFIG": os.path.abspath("m.yaml")}
+    assert on_cpu.items() >= kept.items()
     assert variables("one_process", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4"
     assert variables("torchrun", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert variables("torchrun", device="cuda", is_card_shared=True)["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"

@@ -240,8 +240,22 @@ def test_gpu_that_only_the_driver_sees_fails(monkeypatch):
     (row,) = device.device_rows("cpu", 0)
     assert row.state == "FAIL"
     assert row.text.startswith("nvidia-smi lists 2, torch")
-    monkeypatch.setattr(device, "_nvidia_driver", lambda: (None, 0))
+    monkeypatch.setattr(device, "_nvidia_driver", lambda: ("none", 0))
     assert [row.state for row in device.device_rows("cpu", 0)] == ["note"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "driver", "state"),
+    [("570.1\n570.1", 0, "570.1", "ok"), ("Driver/library mismatch", 18, "none: Driver/library mismatch", "note")],
+)
+def test_doctor_says_why_the_driver_does_not_answer(monkeypatch, tmp_path, answer, code, driver, state):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    row = device.driver_row()
+    assert row.text.startswith(f"NVIDIA driver {driver}, torch was built for ")
+    assert row.state == state
 
 
 def test_last_line_says_what_failed_and_what_the_line_would_do():
@@ -279,6 +293,7 @@ import os
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.tools.probe import leave_outcome as main
 """
+READS = "main(lambda: {n: getattr(MultiGPUConfig.resolve({}), n) for n in ('num_gpus', 'grace_s')})"
 
 
 @pytest.mark.parametrize(
@@ -296,6 +311,19 @@ def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, code, expected):
     outcome = run_probe("a_probe", tmp_path, 60.0, {"PYTHONPATH": path})
     assert {key: outcome[key] for key in expected} == expected
     assert capfd.readouterr() == ("", "")
+
+
+def test_probe_has_the_options_of_the_users_folder(tmp_path, monkeypatch):
+    mine, its = tmp_path / "mine", tmp_path / "its"
+    mine.mkdir()
+    its.mkdir()
+    (mine / "pyproject.toml").write_text("[tool.unsloth_multigpu]\nnum_gpus = 3\n")
+    (mine / "m.yaml").write_text("grace_s: 7\n")
+    (its / "a_probe.py").write_text(IMPORTS + "from unsloth_multigpu.options import *\n" + READS)
+    monkeypatch.chdir(mine)
+    monkeypatch.setenv("UNSLOTH_MULTIGPU_CONFIG", "m.yaml")
+    path = os.pathsep.join([str(its), *filter(None, [os.environ.get("PYTHONPATH")])])
+    assert run_probe("a_probe", its, 60.0, {"PYTHONPATH": path}) == {"num_gpus": 3, "grace_s": 7.0}
 
 
 def test_closed_pipe_is_no_error():

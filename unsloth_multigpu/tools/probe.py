@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
-from unsloth_multigpu.options import ENV_CONFIG, ENV_PROBE
+from unsloth_multigpu.options import ENV_CONFIG, ENV_PROBE, MultiGPUConfig, variable
 from unsloth_multigpu.wire.child import run_to_end
 from unsloth_multigpu.words import how_ended, shown_lines
 
@@ -27,10 +27,10 @@ def run_probe(
     additional variables. Returns the outcome; after a failure `error`, `log` and perhaps `hint`.
     """
     file, log = folder / f"{module}.json", folder / f"{module}.log"
-    told = {ENV_PROBE: str(file)}
-    if options := os.environ.get(ENV_CONFIG, "").strip():
-        told[ENV_CONFIG] = os.path.abspath(options)  # It has another working folder.
-    command, variables = [sys.executable, "-m", module, str(file)], {**os.environ, **(environment or {}), **told}
+    # As variables: in its working folder it does not find the files of options.
+    options = {variable(n): str(v) for n, v in MultiGPUConfig.resolve({}).plain_values().items() if v is not None}
+    own = {**options, ENV_CONFIG: "", ENV_PROBE: str(file), **(environment or {})}
+    command, variables = [sys.executable, "-m", module, str(file)], {**os.environ, **own}
     code = run_to_end(command, variables, log, marker=str(file), limit_s=limit_s)
     # A crash after the outcome was written is a failure, too.
     if code == 0 and file.exists():

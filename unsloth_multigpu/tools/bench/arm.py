@@ -6,6 +6,7 @@ An arm is one way to train: a launcher, arguments of `enable_multi_gpu()` and of
 from __future__ import annotations
 
 import math
+import os
 import random
 import re
 import sys
@@ -18,7 +19,7 @@ from unsloth_multigpu.accelerator import HIDDEN, among
 from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_type import Option, did_you_mean
-from unsloth_multigpu.options import INTERNAL_VARIABLES, MultiGPUConfig
+from unsloth_multigpu.options import ENV_CONFIG, INTERNAL_VARIABLES, MultiGPUConfig
 
 # Hidden size, layers, vocabulary. The last one has about 0.9e9 parameters.
 MODEL_SIZES: Mapping[str, tuple[int, int, int]] = {
@@ -304,6 +305,8 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
         for name, value in inherited.items()
         if name not in INTERNAL_VARIABLES and not name.startswith(_OF_LAUNCHERS)
     }
+    if file := inherited.get(ENV_CONFIG):
+        variables[ENV_CONFIG] = os.path.abspath(file)  # Arms have other working folders.
     variables |= {name: str(folder) for name in ("TMPDIR", "HF_HOME", "HF_DATASETS_CACHE")}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 import os
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from unsloth_multigpu.tools.bench.arm import ARMS, NUM_WARMUP_ON_DEVICE, Arm, Be
 from unsloth_multigpu.tools.bench.bench_result import Record, conditions, show_results, summarize
 from unsloth_multigpu.tools.script_program import run_recorded
 from unsloth_multigpu.wire.child import exit_on_signal
+from unsloth_multigpu.wire.run import private_dir
 from unsloth_multigpu.words import how_ended
 
 Options = BenchOptions
@@ -83,15 +83,15 @@ def run_rounds(options: BenchOptions, progress: Progress) -> tuple[dict[str, lis
     names = options.arms.split(",")
     records: dict[str, list[list[Record]]] = {name: [] for name in names}
     numbers = itertools.count(1)
-    with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
-        options = make_folder(options, Path(root))
+    with private_dir() as root:
+        options = make_folder(options, root)
         for number in range(options.repeats):
             # Each round starts with another arm, because a run after a pause, or after a large run, is slower.
             first = number % len(names)
             done = {}
             for name in [*names[first:], *names[:first]]:
                 # ".arm", so that no path is a prefix of another: paths identify the processes of an arm.
-                folder = Path(root, f"{number + 1}_{name}.arm")
+                folder = root / f"{number + 1}_{name}.arm"
                 folder.mkdir()
                 label = f"round {number + 1}/{options.repeats}, {name}"
                 progress.begin(next(numbers), options.repeats * len(names), label)

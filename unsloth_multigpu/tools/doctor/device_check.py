@@ -96,12 +96,12 @@ def driver_row() -> CheckRow:
     """Describes the driver, and the platform that torch was built for."""
     import torch
 
-    driver, _ = _nvidia_driver()
+    driver, num_known = _nvidia_driver()
     # Each is None in a build for the CPU.
     built = {"ROCm": torch.version.hip, **{name.upper(): getattr(torch.version, name, None) for name in KINDS}}
     built_for = next((f"{name} {version}" for name, version in built.items() if version), "the CPU")
-    text = f"NVIDIA driver {driver or 'none'}, torch was built for {built_for}"
-    return CheckRow("devices", "driver", "ok" if driver else "note", text, facts={"driver": driver})
+    text, facts = f"NVIDIA driver {driver}, torch was built for {built_for}", {"driver": driver if num_known else None}
+    return CheckRow("devices", "driver", "ok" if num_known else "note", text, facts=facts)
 
 
 def device_rows(kind: str, count: int) -> Iterator[CheckRow]:
@@ -175,15 +175,15 @@ def copy_rows(kind: str, copies: Sequence[dict[str, Any]]) -> Iterator[CheckRow]
         yield CheckRow(_COPIES, "pairs", "note", "fewer than two devices, nothing to copy")
 
 
-def _nvidia_driver() -> tuple[str | None, int]:
-    """Returns the version of the driver and the number of its GPUs; (None, 0) without a driver."""
+def _nvidia_driver() -> tuple[str, int]:
+    """Returns the version of the driver and the number of its GPUs; without one what nvidia-smi says, and 0."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=False)
     except (OSError, subprocess.SubprocessError):
-        return None, 0
-    lines = done.stdout.split()
-    return (lines[0] if lines else None), len(lines)
+        return "none", 0
+    lines = done.stdout.splitlines()
+    return (lines[0], len(lines)) if lines and not done.returncode else (": ".join(["none", *lines]), 0)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import platform
 import sys
-import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from unsloth_multigpu import versions
@@ -19,6 +17,7 @@ from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.tools.probe import run_probe
 from unsloth_multigpu.wire.child import exit_on_signal, kill_marked
+from unsloth_multigpu.wire.run import private_dir
 from unsloth_multigpu.words import aligned, listed
 
 State = Literal["ok", "note", "FAIL"]
@@ -103,7 +102,7 @@ def check_machine(num_gpus: int | None, limit_s: float, progress: Progress) -> G
     Yields the rows of a section as soon as they are known.
     """
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
+        folder = stack.enter_context(private_dir())
         pool = stack.enter_context(ThreadPoolExecutor(1))
         stack.callback(kill_marked, str(folder))  # The pool waits for its probe, also after an error or a signal.
         patches = pool.submit(run_probe, f"{_HERE}.patch_check", folder, limit_s)
