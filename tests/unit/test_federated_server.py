@@ -68,6 +68,7 @@ def run(plan, num_clients=2, **options):
 def test_argument_that_cannot_be_used_is_named_at_once(options, fact):
     with pytest.raises(ConfigError, match=fact):
         make_server(**options)
+    make_server(device="npu:1")
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ def test_model_is_a_program_of_its_own_where_no_script_is_given():
     assert name == "org/model"
     assert " ".join(asked) == "--lora 16 --bits 4 --tokens 2048 --samples 8"
     for option in ({"model": "org/model"}, {"lora": 0}, {"bits": "4"}):
-        with pytest.raises(ConfigError, match="for a forecast without a script"):
-            run(Options(**option), {}, ["train.py"])
+        with pytest.raises(ConfigError, match=r"for a forecast without a script, but train.py --lr 3 was given\."):
+            run(Options(**option), {}, ["train.py", "--lr", "3"])
 
 
 def test_a_forecast_counts_what_was_given_or_refuses_it():

@@ -318,8 +318,8 @@ class Slot:
 
     def kill(self, because: str) -> None:
         """Kills the process and its children. A thread that waits for its answer gets SlotEnded."""
-        if self._process is not None:
-            self._process.kill(because)
+        if (child := self._process) is not None:  # Its thread may forget it meanwhile.
+            child.kill(because)
 
     def end(self) -> str:
         """Kills the process and its children, and collects it. Returns how it ended, in one line."""

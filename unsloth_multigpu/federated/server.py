@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError, SetupError, VersionError
 from unsloth_multigpu.option_type import Option, take_values
 from unsloth_multigpu.versions import SUPPORTED_FOR_FEDERATED, check_version
@@ -143,7 +144,7 @@ class ServerOptions:
     train_fn: Annotated[Any, Option(check=called_as("train_fn(model, client)"))]
     evaluate_fn: Annotated[Any, Option(check=called_as("evaluate_fn(model, client)"))] = None
     device: Annotated[
-        str | None, Option(pattern=r"(cpu|cuda|xpu)(:\d+)?", shown="'cpu', 'cuda', 'cuda:1', 'xpu' and the like")
+        str | None, Option(pattern=rf"(cpu|{'|'.join(KINDS)})(:\d+)?", shown="'cpu', 'cuda', 'cuda:1' and the like")
     ] = None
     auto_gpu: Annotated[bool, Option()] = True
     num_gpus: Annotated[int | None, Option(least=1, otherwise="all")] = None

@@ -8,7 +8,7 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -179,9 +179,10 @@ def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Heartbeat]:
     """Returns the latest heartbeat of every rank that has created its page, in order. Pages outlive their ranks."""
     found = {}
     for path in Path(run_dir).glob("beat_rank_*"):
-        data = path.read_bytes()
-        if len(data) == _SIZE:  # A shorter page is just being created, or the disk is full.
-            found[int(path.name.rpartition("_")[2])] = _parse(data)
+        with suppress(FileNotFoundError):  # The run has ended meanwhile.
+            data = path.read_bytes()
+            if len(data) == _SIZE:  # A shorter page is just being created, or the disk is full.
+                found[int(path.name.rpartition("_")[2])] = _parse(data)
     return dict(sorted(found.items()))
 
 

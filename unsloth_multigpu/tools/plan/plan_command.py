@@ -85,7 +85,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     of_model = [name for name in ("model", "lora", "bits") if getattr(own, name) is not None]
     if of_model and list(program[:2]) != ["-m", _MODEL_SCRIPT]:
         raise ConfigError(
-            f"--{of_model[0]} is for a forecast without a script, but {program[-1]} was given.",
+            f"--{of_model[0]} is for a forecast without a script, but {' '.join(program)} was given.",
             hint="Leave one of them out.",
         )
     Progress("plan").say(f"runs {' '.join(program)} up to train(), without weights")
