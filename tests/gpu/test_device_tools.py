@@ -64,9 +64,8 @@ def test_bench_times_the_legacy_path_on_two_devices(tmp_path: Path) -> None:
     tiny = ["--model-size", "tiny", "--lengths", "fixed:16", "--steps", "1", "--warmup", "1", "--repeats", "1"]
     run = run_well([*COMMAND, "bench", "--json", "--arms", "legacy", *tiny], tmp_path, {**light("triton"), **VISIBLE})
     ((record,),) = json.loads(run.out)["runs"]["legacy"]
-    # A micro-batch of each device, timed on the one that has the weights.
-    assert [len(step["micro_batches"]) for step in record["steps"]] == [4, 4]
-    assert all(0 < step["compute_s"] <= step["wall_s"] for step in record["steps"])
+    # Two micro-batches of each device.
+    assert all(len(step["micro_batches"]) == 4 and 0 < step["compute_s"] <= step["wall_s"] for step in record["steps"])
 
 
 # A rank that is late, and then does not come.

@@ -51,8 +51,7 @@ def trainer(tmp_path):
 def inject(trainer, folder, *faults, rank=0, attempt=0):
     context = RunContext.read({**faults_in(folder, *faults), "TORCHELASTIC_RESTART_COUNT": str(attempt)})
     session = SimpleNamespace(identity=SimpleNamespace(rank=rank), config=MultiGPUConfig(), context=context)
-    tool = tool_of(context)
-    tool.adjusted(MultiGPUConfig(shard="auto"))
+    (tool := tool_of(context)).adjusted(MultiGPUConfig(shard="auto"))
     part = tool.part(trainer, session, SimpleNamespace(passes=SimpleNamespace(current=None)))
     return Loop(trainer, [part]).steering()
 
@@ -75,8 +74,7 @@ def test_fault_is_met_on_its_rank_in_its_attempt_and_step(trainer, tmp_path, ran
         trainer.step()  # A second training of the same process.
         trainer.event("on_train_begin")
     assert set(vars(trainer)) == before
-    # As asked, and not as decided for this training.
-    assert records(tmp_path, rank, "begin")[0]["config"]["shard"] == "auto"
+    assert records(tmp_path, rank, "begin")[0]["config"]["shard"] == "auto"  # As asked, not as decided.
     assert sum(records(tmp_path, rank, "step")[0]["samples"].values()) == 2
 
 
