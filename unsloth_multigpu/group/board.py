@@ -27,7 +27,7 @@ _NONE = "?"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.02
 # Limit of the time from a `set` until other ranks read the value.
 _IN_FLIGHT_S = 1.0
-# A waiting rank pauses for this fraction of the time that it has waited.
+# A pause lasts the time waited so far, divided by this number.
 _PAUSES_PER_WAIT = 8
 _HINT = "Call it on all ranks, or raise timeout_s if it only takes long."
 
@@ -35,7 +35,7 @@ _HINT = "Call it on all ranks, or raise timeout_s if it only takes long."
 class Board:
     """The store of the ranks. It works without a process group, and in code that only some ranks reach.
 
-    A key is published once, with a number if there are several of a kind; or each value replaces the one before.
+    Some keys are published once, with a number if there are several of a kind. In others a new value replaces the old.
 
     Attributes:
         is_abandoned: Returns True if rank 0 (on rank 0: all other ranks) has left the code that this rank runs, and
@@ -76,8 +76,8 @@ class Board:
     def meet(self, world_size: int, *, timeout_s: float, hint: str) -> None:
         """Waits for the other ranks, in Python, so that signals and other threads are handled meanwhile.
 
-        The error of a process group would name a key that is missing in its store. Each rank calls this once per store.
-        Further calls do not wait. Raises as `wait_for_all`.
+        A process group's own error would name only a missing key of its store. Each rank calls this once per store.
+        Further calls do not wait. Raises the errors of `wait_for_all`.
         """
         self.publish(f"here/{self.rank}")
         ranks, what = range(world_size), "open the process group"
@@ -113,7 +113,7 @@ class Board:
 
         Raises:
             RankTimeoutError: `read` returned None for `timeout_s`.
-            DistributedError: Rank 0 has left the code that all ranks run without publishing it.
+            DistributedError: Rank 0 has left the code that all ranks run, and `read` still returns None.
         """
         begin_s = time.monotonic()
         abandoned_s: float | None = None

@@ -17,7 +17,7 @@ from unsloth_multigpu.versions import SUPPORTED, installed_version
 from unsloth_multigpu.wire.digest import digest_of
 
 _MOST_ROWS = 64
-# Arrays with this many values or more count by their shape only.
+# Of arrays with this many values or more, only the shape is compared.
 _LARGE_ARRAY = 10_000
 
 
@@ -87,7 +87,7 @@ def digest_of_rows(data: Any) -> str:
 def plain_values(value: Any) -> Any:
     """Returns the texts and numbers of a row. Of a large tensor or array, such as an image, only the shape.
 
-    Other objects count by their type, because their text may differ between ranks, for example by an address.
+    Of other objects, only the type's name: their text may differ between ranks, for example by a memory address.
     """
     if isinstance(value, Mapping):
         return {str(k): plain_values(v) for k, v in value.items()}

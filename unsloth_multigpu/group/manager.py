@@ -33,8 +33,8 @@ _Value = TypeVar("_Value")
 _PREFIX = "unsloth_multigpu"
 # From this version on, NCCL lets ranks share a GPU.
 _SHARING_NCCL = (2, 30)
-# A message of `gather_json` with at most this many bytes is sent at once, a longer one after its length. The last few
-# messages stay on the device (`_finish`).
+# Size of a short message of `gather_json`, padding included. A longer message is sent after its length, in a second
+# collective. The last messages stay in device memory, see `_finish`.
 _SHORT_BYTES = 1024
 _LONG = b"bytes "
 
@@ -114,7 +114,7 @@ class DDPManager(Board):
             device_type = local_device(self.identity, self.config).type
             backend = CPU_BACKEND if sends_over_host() else backend_of(device_type)
             if self.config.shard_offload and device_type != "cpu":
-                # Shards in host memory are gathered to be saved.
+                # Shards in host memory are gathered over gloo when they are saved.
                 backend = f"cpu:{CPU_BACKEND},{device_type}:{backend}"
             dist.init_process_group(backend, timeout=timeout)
         if dist.get_world_size() != self.identity.world_size or dist.get_rank() != self.identity.rank:
@@ -125,10 +125,10 @@ class DDPManager(Board):
             )
 
     def agree_on_draws(self) -> None:
-        """Copies the random generators of the rank that calls this first. No rank waits for another.
+        """Takes over the random state of the rank that calls this first. No rank waits for another.
 
-        If the script has seeded them, they are equal on all ranks and nothing changes. Ranks that torchrun restarts get
-        the generators of the ranks before them.
+        If the script has seeded the generators, they are equal on all ranks and nothing changes. Ranks that torchrun
+        restarts get the state of the first attempt.
         """
         take_draws(self._store_of_run.compare_set("draws", "", read_draws()).decode())
         # A running process cannot change its string hash, by which the order of `list(set(labels))` differs between
@@ -137,12 +137,12 @@ class DDPManager(Board):
         theirs = self._store_of_run.compare_set("string hash", "", mine).decode()
         if theirs != mine and self._store_of_run.add("string hash told", 1) == 1:
             logger.warning(
-                "the ranks hash strings differently: a set of strings has another order on each, so that labels "
-                "numbered by it differ. Start with PYTHONHASHSEED=0 in the environment of all ranks"
+                "the ranks hash strings differently: the order of a set of strings differs between ranks, and so do "
+                "labels that are numbered in this order. Start all ranks with PYTHONHASHSEED=0 in their environment"
             )
 
     def check_same(self, facts: Mapping[str, Any]) -> None:
-        """Compares facts, JSON values by the same names on every rank, that must be equal on all ranks. Collective.
+        """Compares facts that must be equal on all ranks: JSON values, under the same names on every rank. Collective.
 
         Raises:
             DivergenceError: On every rank; it names the facts that differ, with the values of two ranks.
@@ -165,7 +165,7 @@ class DDPManager(Board):
         return found
 
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Writes rank 0's values into every rank's tensors, bit by bit. Collective.
+        """Copies rank 0's tensors, bit for bit, into those of every other rank. Collective.
 
         All ranks pass the same number of tensors, with the same shapes and dtypes, on any devices.
         """
@@ -199,10 +199,10 @@ class DDPManager(Board):
     def lead(self, key: str, what: str, work: Callable[[], _Value], *, timeout_s: float) -> _Value:
         """Returns the JSON value that `work` returns on rank 0, which alone calls it. `key` is used once.
 
-        No collective, so that the others may wait for longer than one may take.
+        Not a collective, so the other ranks may wait for longer than its timeout.
 
         Raises:
-            DistributedError: On ranks above 0, if `work` has raised; also of the class of that error.
+            DistributedError: On ranks above 0, if `work` raised an error. It is also an instance of that error's class.
         """
         if self.identity.world_size == 1:
             return work()
@@ -223,16 +223,16 @@ class DDPManager(Board):
         return self.gather_json(value if self.identity.rank == 0 else None)[0]
 
     def broadcast_numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns `values` with rank 0's numbers, which may be sampled, so that all ranks decide alike. Collective."""
+        """Returns `values` with rank 0's numbers, so that all ranks decide alike. Other values stay. Collective."""
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         return {**values, **self.broadcast_json(numbers)}
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Returns the JSON values of all ranks, in their order. Collective: one message if all of them are short."""
+        """Returns the JSON values of all ranks, in rank order. One collective if all are short, otherwise two."""
         data = json.dumps(value).encode()
         if self.identity.world_size == 1:
             return [json.loads(data)]
-        # JSON may end with spaces, so a message may be padded. A long one begins with its length alone.
+        # JSON may end with spaces, so a message may be padded. Of a long one, only the length is sent first.
         head = data if len(data) <= _SHORT_BYTES else _LONG + str(len(data)).encode()
         rows = self._gather_bytes(head.ljust(_SHORT_BYTES))
         if any(row.startswith(_LONG) for row in rows):
@@ -243,8 +243,8 @@ class DDPManager(Board):
     def _finish(self, work: Any) -> None:
         """Waits for a collective and keeps its handle.
 
-        A thread of the backend drops its reference a moment after the collective is done. If it is the last one, the
-        thread needs Python's lock to free the tensors, and an exiting process aborts (SIGABRT, seen with gloo).
+        A thread of the backend drops its reference a moment after the collective is done. If that is the last one, the
+        thread needs the GIL to free the tensors, and an exiting process aborts (SIGABRT, seen with gloo).
         """
         with self.waits.counted():
             work.wait()

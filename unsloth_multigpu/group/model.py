@@ -29,12 +29,12 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def base_model(model: Any) -> Any:
-    """Returns the model inside PEFT's model; any other model itself."""
+    """Returns the base model of a PEFT model; any other model unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def text_config(model: Any) -> Any:
-    """Returns the config of the language model, even if it is one of several towers; None without a config."""
+    """Returns the config of the language model, also in a model with further towers; None without a config."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 

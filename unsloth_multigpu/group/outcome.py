@@ -1,4 +1,4 @@
-"""Passes an error of rank 0 to the other ranks, as an error that the script catches like on one GPU.
+"""Passes an error of rank 0 to the other ranks, where the script can catch it as on one GPU.
 
 Needs no torch.
 """
@@ -42,7 +42,7 @@ def error_of(outcome: Mapping[str, Any], what: str) -> DistributedError:
     for kind in filter(None, (_find(*name) for name in outcome.get("kinds", ()))):
         ours = (DistributedError,) if issubclass(DistributedError, kind) else (DistributedError, kind)
         bases = (kind,) if issubclass(kind, DistributedError) else ours
-        # A class that cannot be combined with ours, or needs arguments of its own, is left out for its base.
+        # If a class cannot be combined with ours, or needs other arguments, its base class is tried next.
         with suppress(TypeError, AttributeError):
             # It has our name, because the cause is on another rank.
             members = {"__module__": DistributedError.__module__, "__reduce__": _reduced}

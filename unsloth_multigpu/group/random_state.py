@@ -17,7 +17,7 @@ from unsloth_multigpu.accelerator import KINDS
 
 _Item = TypeVar("_Item")
 
-# In the private folder of a run: the supervisor's `read_draws`.
+# File in the private folder of a run: the result of `read_draws` in the supervisor.
 DRAWS = "draws.json"
 
 
@@ -71,7 +71,7 @@ def take_draws(draws: str) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restores the generators at the end of the context, in which reading or collating a row may draw numbers."""
+    """Restores the generators at the end of the context. Code inside may draw numbers, such as a collator."""
     before = read_random_state()
     try:
         yield
@@ -103,7 +103,7 @@ def draw_seed(*position: int) -> int:
 
 
 def drawn_from(state: dict[str, Any] | None, source: Iterable[_Item]) -> tuple[list[_Item], dict[str, Any] | None]:
-    """Lists the items of `source`, with the random state `state`; None = the current one.
+    """Lists the items of `source`, starting from the random state `state`; None = the current one.
 
     Returns:
         The items, and the state at their start; None if they do not depend on it.

@@ -133,8 +133,8 @@ def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     The bits of each element are read as an integer, multiplied by an odd 64-bit weight of its position, and summed
     modulo 2^64. An odd weight has an inverse modulo 2^64, so a change of a single element always changes the hash.
-    Changes of several elements cancel with a probability of about 2^-32 at most. Any floating dtype. Temporary memory
-    is about 48 MiB on an accelerator and 2 MiB on the CPU, more for tensors that are not contiguous.
+    Changes of several elements cancel with a probability of about 2^-32 at most. Takes any floating dtype, and about 48
+    MiB of temporary memory on an accelerator, 2 MiB on the CPU, more for tensors that are not contiguous.
     """
     with torch.no_grad():
         chunks = {d: _CPU_CHUNK if d.type == "cpu" else _ACCELERATOR_CHUNK for d in {t.device for t in tensors}}
@@ -164,7 +164,7 @@ def _odd_weights(num_weights: int, device: torch.device, *, seed: int) -> torch.
 
 
 def describe_divergence(names: Sequence[str], hashes: Sequence[Sequence[int]]) -> str:
-    """Describes which ranks differ from the most common value of which tensors, by `hashes[rank][tensor]`."""
+    """Describes which ranks differ from the most common hash, in which tensors. Takes `hashes[rank][tensor]`."""
     tensors_of: dict[tuple[int, int], list[str]] = {}
     for name, column in zip(names, zip(*hashes, strict=True), strict=True):
         usual = Counter(column).most_common(1)[0][0]

@@ -66,7 +66,7 @@ class Saves:
         self._rank = manager.rank
         self._at = _Place()
         self._counts: Counter[str] = Counter()
-        self._is_late = False  # On ranks above 0: rank 0 had started this save before.
+        self._is_late = False  # On ranks above 0: rank 0 had already started this save.
         # On rank 0: the last save at each call site that not all ranks reached.
         self._lonely: dict[int, _Place] = {}
 
@@ -122,7 +122,7 @@ class Saves:
                 raise DistributedError(f"rank {self._rank} waits for rank 0 {where}.", hint="Save on all ranks.")
             quiet_s = time.monotonic() - since_s
             if has_left or (quiet_s > OWN_PATH_GRACE_S and not may_come):
-                logger.warning("%s is this rank's alone, rank 0 saved %s", what, first.what)
+                logger.warning("%s is called on this rank alone; the last save of rank 0 was %s", what, first.what)
                 self._tell(self._at._replace(waits=False))
                 return False, None
             limit_s = SAVE_LIMIT_S if first.waits else self._manager.config.timeout_s
@@ -156,7 +156,7 @@ class Saves:
 
     def leave(self) -> None:
         """Publishes that this rank's script has ended, since others may wait for it."""
-        with suppress(RuntimeError):  # Who serves the store has left before.
+        with suppress(RuntimeError):  # The process that serves the store has already ended.
             self._manager.publish(_LEFT.format(self._rank))
 
     def _wait_for_others(self) -> None:
@@ -223,15 +223,15 @@ class Saves:
         is_one_disk = identity.rank == identity.local_rank  # Another node may have another disk.
         if self._is_late and is_one_disk and path and not os.path.lexists(path):
             raise DistributedError(
-                f"rank 0 has done {self._at.what}, and {path} is gone. Rank {self._rank} came to this save later than "
-                "rank 0 waits for it: its part of the script has removed the files, or rank 0's has since.",
-                hint="Remove what is in the way on rank 0 alone: if ump.is_main_process().",
+                f"rank 0 has done {self._at.what}, but {path} is gone. Rank {self._rank} came to this save after rank "
+                "0 had stopped waiting for it: the script removed the files on this rank, or later on rank 0.",
+                hint="Remove old files on rank 0 alone: if ump.is_main_process().",
             )
         return result
 
 
 def saved_alone(what: str) -> DistributedError:
-    """Returns the error for a save of a sharded model in code that the other ranks do not run."""
+    """Returns the error for a save of a sharded model that the other ranks do not call."""
     return DistributedError(f"{what} is called on this rank alone. {_GATHERS}", hint=_ON_ALL_RANKS)
 
 

@@ -1,4 +1,4 @@
-"""Models that FSDP2 has sharded: which library shards them, and their parts."""
+"""Models that FSDP2 has sharded: the library that shards them, and their shards."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor, which shares its memory; a plain tensor itself."""
+    """Returns this rank's shard of a tensor, without a copy; a tensor that is not a DTensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -100,7 +100,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def tried_pass(model: nn.Module) -> Iterator[None]:
-    """Surrounds a forward and backward pass that may raise: afterwards the weights are sharded again."""
+    """Surrounds a forward and backward pass that may raise an error. Afterwards the weights are sharded again."""
     try:
         yield
     except Exception:
@@ -118,7 +118,7 @@ def forget_pass(root: Any) -> bool:
     # FSDP2 reuses gathered weights, and would add the next gradient to theirs.
     for parameter in root.parameters():
         parameter.grad = None
-    # torch reads an attribute that a root gets in its first pass: a root without a pass has nothing to reset.
+    # A root gets the attribute that torch reads in its first pass. Before that there is nothing to reset.
     with suppress(AttributeError):
         root.reset_iter_state()
     return True

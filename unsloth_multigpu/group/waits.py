@@ -48,7 +48,7 @@ class Waits:
     each wait, which are read when they are over, so that the host does not wait for the device.
 
     Attributes:
-        seconds: All that is over, since this object was made.
+        seconds: Total of the waits that are over, since this object was created.
     """
 
     def __init__(self) -> None:
@@ -87,11 +87,11 @@ class Waits:
         self.poll()
 
     def poll(self) -> None:
-        """Adds the times that the device has passed. Does not wait."""
+        """Adds the waits that are over on the device. Does not wait for it."""
         while self._pending and self._pending[0].is_over():
             self.seconds += self._pending.popleft().seconds()
 
     def settle(self) -> None:
-        """Adds all times. Waits for the device."""
+        """Adds all waits. Waits for the device."""
         while self._pending:
             self.seconds += self._pending.popleft().seconds()
