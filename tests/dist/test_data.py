@@ -182,9 +182,9 @@ def test_one_process_that_is_guarded_computes_the_same_micro_batches(folder):
 def test_one_line_says_how_samples_are_dealt(folder):
     lines = (train(folder, 2) / "stderr.txt").read_text().splitlines()
     for reason, count in {
-        "a streaming data set does not say what comes": 5,
+        "the lengths of a stream are unknown": 5,
         "Silent has no attribute `lengths` with the tokens of each row": 1,
-        "the collator makes 32 tokens of a row of 2 and 32 of one of 14": 1,
+        "the collator turns a row of 2 tokens into 32, and one of 14 into 32": 1,
     }.items():
         assert sum(line.endswith(f", dealt in order: {reason}") for line in lines) == count, reason
     assert any(line.endswith("dealt by length (2 to 14 tokens)") for line in lines)

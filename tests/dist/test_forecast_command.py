@@ -41,4 +41,4 @@ def test_stream_has_no_forecast(tmp_path: Path) -> None:
     run = forecast(tmp_path, "stream", "--gpus", "2,8", "--link", "ethernet:25")
     assert run.code == 69
     assert "A forecast needs the tokens of each sample" in run.err
-    assert "a streaming data set does not say what comes" in run.err
+    assert "the lengths of a stream are unknown" in run.err

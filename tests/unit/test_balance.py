@@ -82,10 +82,10 @@ def test_rows_that_the_collator_cuts_count_as_cut():
 @pytest.mark.parametrize(
     ("data", "is_token_sum", "reason"),
     [
-        (loader(pad_to(least=64)), True, "the collator makes 64 tokens of a row of 3"),
+        (loader(pad_to(least=64)), True, "the collator turns a row of 3 tokens into 64"),
         (loader(lambda rows: {"pixels": 1}), True, "the collator makes no input_ids"),
         (loader(stacked), True, r"the collator cannot put two rows together \(ValueError: expected sequence"),
-        (loader(with_pictures), True, "rows are more than their tokens: pixel_values"),
+        (loader(with_pictures), True, "rows have inputs larger than input_ids: pixel_values"),
         (loader(tokens=[]), True, "the data set is empty"),
         (loader(), False, "the loss is not known as a sum over the tokens of the step"),
     ],

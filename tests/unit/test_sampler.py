@@ -73,7 +73,7 @@ def test_rows_that_make_no_step_are_an_error():
         return step_loader(loader, StepShape(0, 2, 1, regroup=True), lambda loader: loader, list)
 
     assert made(ROWS, 32, drop_last=True)
-    with pytest.raises(SetupError, match=r"32 row\(s\) make no whole batch of 33 with dataloader_drop_last=True"):
+    with pytest.raises(SetupError, match=r"32 row\(s\) are no full batch of 33, and dataloader_drop_last=True"):
         made(ROWS, 33, drop_last=True)
     for ready in (ROWS, Stream()):
         with pytest.raises(SetupError, match="ready batches"):
@@ -111,7 +111,7 @@ def test_stream_that_gives_ranks_other_rows_is_refused():
     trainer = SimpleNamespace(accelerator=accelerator, args=args)
     manager = SimpleNamespace(identity=SimpleNamespace(rank=0, world_size=2), gather_json=gather_json)
     share = share_of(trainer, manager, torch.utils.data.DataLoader(Stream(), batch_size=2), is_whole=False)
-    with pytest.raises(DivergenceError, match="rank 1 gets other rows than rank 0"):
+    with pytest.raises(DivergenceError, match="the rows of rank 1 differ from those of rank 0"):
         list(share.loader)
 
 

@@ -36,12 +36,12 @@ _FEWEST_LAPS, _MOST_LAPS = 8, 64
 
 
 class Balancer:
-    """Plans the steps of a training: all ranks alike, from the lengths that each has read and exchanged measurements.
+    """Plans the steps of a training from sample lengths and from measurements of all ranks. All ranks plan alike.
 
     Attributes:
         balance: Costs and speeds; None if samples are dealt in order.
         lengths: Tokens of each sample of the data set.
-        reason_for_order: Why samples are dealt in order; None if they are not, or by the options.
+        reason_for_order: Why samples are dealt in order; None if they are not, or if the options ask for it.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
@@ -126,7 +126,7 @@ class Balancer:
 
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
-            raise SetupError("a streaming data set does not say what comes", hint="Use a data set with random access.")
+            raise SetupError("the lengths of a stream are unknown", hint="Use a data set with random access.")
         may_read_rows = self._config.balance == "tokens"
         found = read_lengths(loader.dataset, self._trainer.args.length_column_name, may_read_rows=may_read_rows)
         if not found:
@@ -192,7 +192,7 @@ class Balancer:
         cost = self._fitted(self.balance.cost, laps)
         is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
         measured = relative_speeds([throughput(cost, rank) if is_enough else 0.0 for rank in laps])
-        # A rank counts as slow after two slow measurements, since it may lose its processor for a moment.
+        # A rank counts as slow after two slow measurements: a single one may come from a short interruption.
         speeds = tuple(max(pair) for pair in zip(measured, self._last_speeds, strict=True))
         self._last_speeds = measured
         before, self.balance = self.balance, dataclasses.replace(self.balance, cost=cost, speeds=speeds)

@@ -42,7 +42,7 @@ Plan = list[list[Piece]]
 class Balance:
     """Measured costs of micro-batches and speeds of ranks.
 
-    `max_tokens` limits a micro-batch; None = the maximum that shares of equal numbers of rows could have.
+    `max_tokens` limits a micro-batch; None = the most that one can have if ranks get equal numbers of rows.
     """
 
     cost: CostModel
@@ -59,10 +59,10 @@ def deal_step(
         sizes: Rows of each micro-batch of this step in one process.
         regroup: The loss is a sum divided by the number of tokens of the step, so rows may be regrouped, at most
             `max(sizes)` together. If False, each micro-batch is averaged by itself: no piece mixes rows of two
-            micro-batches, and they are not split if their number is a multiple of the ranks.
+            micro-batches, and none is split if their number is a multiple of `world_size`.
         whole: Never split a micro-batch.
-        in_each: Give every rank an equal part of each micro-batch. If one does not divide by the ranks, none of the
-            step is split.
+        in_each: Give every rank an equal part of each micro-batch. If the size of one is no multiple of `world_size`,
+            no micro-batch of the step is split.
 
     Returns:
         `plan[rank]` = its micro-batches, at least one. Every position of the step occurs once, apart from fillers.
@@ -89,13 +89,13 @@ def deal_step(
 def balance_step(
     lengths: Sequence[int], sizes: Sequence[int], balance: Balance, *, regroup: bool, is_lockstep: bool = False
 ) -> Plan:
-    """Splits one optimizer step so that all ranks finish at the same time, and no later than with `deal_step`.
+    """Splits one optimizer step so that all ranks finish at about the same time, and not later than by `deal_step`.
 
     Args:
         lengths: Tokens of each sample of the step.
         sizes, regroup: See `deal_step`. Without `regroup`, each micro-batch keeps its number of rows, for losses that
             average over independent rows. A step with unequal `sizes`, or whose number of micro-batches is no multiple
-            of the ranks, is then dealt in order.
+            of the number of ranks, is then dealt in order.
         is_lockstep: Ranks wait for each other in every micro-batch, see `plan.step_time`.
     """
     speeds, cost = balance.speeds, balance.cost
@@ -149,7 +149,7 @@ def _filler(*positions: int) -> Piece:
 
 
 def check_divisible(num_samples: int, world_size: int, num_sharing: int = 1) -> None:
-    """Raises ConfigError if a full step has fewer samples than groups of `num_sharing` ranks that share each sample."""
+    """Raises ConfigError if a full step has fewer samples than `world_size`. `num_sharing` ranks count as one."""
     if num_samples < world_size:
         raise ConfigError(
             f"An optimizer step of {num_samples} sample(s) cannot be shared by {world_size * num_sharing} ranks.",
@@ -230,8 +230,8 @@ class MicroBatch:
     """Collated inputs of a forward and backward pass, with their piece of the plan.
 
     Attributes:
-        share: See `Piece`; for means that are not over rows, the corresponding weight.
-        factor: Factor of the loss.
+        share: See `Piece`. If the loss is a mean over something other than rows, the fraction of that.
+        factor: The loss is multiplied by it.
         is_weighed: The factor was applied when the loss was computed, not when its backward pass started.
     """
 

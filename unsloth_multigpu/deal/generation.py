@@ -89,7 +89,7 @@ def divide_arguments(args: ArgumentsLike, world_size: int, rank: int) -> dict[st
     # Not in every version of TRL.
     num_generated = getattr(args, "generation_batch_size", None)
     if num_generated is not None and (asked is not None or num_generated % batch):
-        return {}  # With one process as well.
+        return {}  # TRL refuses these in one process as well.
     steps = asked or (accumulation if num_generated is None else num_generated // batch)
     one = GenerationShape(batch, accumulation, steps)
     mine = divide_generation(one, world_size, getattr(args, "num_generations", None) or 1)
@@ -100,8 +100,8 @@ def divide_arguments(args: ArgumentsLike, world_size: int, rank: int) -> dict[st
         logger.info("completions per step: %d = %s x %d accumulation", batch * accumulation, shape, mine.accumulation)
         if parts := _means_of_micro_batches(args, is_same_batch=mine.batch == batch):
             logger.warning(
-                "%s: it is a mean over the micro-batches that the ranks compute at once, %s instead of %d, so other "
-                "tokens are averaged together than on one GPU",
+                "%s: the mean is over the micro-batches that the ranks compute at the same time (%s instead of %d "
+                "completions), so the gradient differs from that of one GPU",
                 " and ".join(parts),
                 shape,
                 batch,
@@ -110,7 +110,7 @@ def divide_arguments(args: ArgumentsLike, world_size: int, rank: int) -> dict[st
 
 
 def _means_of_micro_batches(args: ArgumentsLike, *, is_same_batch: bool) -> list[str]:
-    """Returns options of TRL whose meaning depends on the shape of a micro-batch, as the script gave them."""
+    """Returns options of TRL whose effect depends on the size of a micro-batch, as the script gave them."""
     loss, entropy = getattr(args, "loss_type", None), getattr(args, "entropy_coef", 0)
     quantile = getattr(args, "top_entropy_quantile", 1)  # Its limit is found among the tokens of all ranks.
     parts = [f"top_entropy_quantile={quantile!r}"] if quantile < 1 else []

@@ -1,4 +1,4 @@
-"""Measures for the planner the lengths of samples, the model, the collator and the device."""
+"""Measures what the planner needs to know of the samples, the model, the collator and the device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attention_of(model: nn.Module) -> float:
 
 
 def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[int], CostModel]:
-    """Finds out how the collator pads, by collating the shortest and the longest row.
+    """Finds out how the collator pads, by collating the shortest and the longest sample.
 
     Returns:
         The lengths, truncated as by the collator, and the cost model with its padding.
@@ -69,8 +69,8 @@ def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[
     cut = [min(length, widest) for length in lengths]
     if least > padded.padded(cut[shortest]) or widest > padded.padded(cut[longest]):
         raise SetupError(
-            f"the collator makes {least} tokens of a row of {lengths[shortest]} and {widest} of one of "
-            f"{lengths[longest]}",
+            f"the collator turns a row of {lengths[shortest]} tokens into {least}, and one of {lengths[longest]} into "
+            f"{widest}",
             hint="Let it pad to the longest row of the batch.",
         )
     return cut, padded
@@ -82,7 +82,7 @@ def _collated(loader: Any, rows: Sequence[int]) -> Mapping[str, Any]:
     try:
         batch = loader.collate_fn(two)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # With one row per micro-batch, a collator need not pad.
+        # The collator of a script with one row per micro-batch need not pad.
         raise SetupError(
             f"the collator cannot put two rows together ({type(error).__name__}: {str(error)[:100]})",
             hint="Set balance='off', or let it pad.",
@@ -92,8 +92,8 @@ def _collated(loader: Any, rows: Sequence[int]) -> Mapping[str, Any]:
         raise SetupError("the collator makes no input_ids", hint="Set balance='off'.")
     more = [n for n, v in batch.items() if isinstance(v, torch.Tensor) and v.numel() > ids.numel()]
     if more:
-        # Their size is not planned with, so a micro-batch could exceed the memory.
-        raise SetupError(f"rows are more than their tokens: {', '.join(more)}", hint="Set balance='off'.")
+        # The plan does not count them, so a micro-batch could exceed the memory.
+        raise SetupError(f"rows have inputs larger than input_ids: {', '.join(more)}", hint="Set balance='off'.")
     found: Mapping[str, Any] = batch
     return found
 

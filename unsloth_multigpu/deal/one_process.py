@@ -38,9 +38,9 @@ def as_one_process(trainer: TrainerLike, loader: Any, *, is_placed: bool = False
 def batches_of_one_process(
     trainer: TrainerLike, note: Callable[[Any, Callable[[], Any]], None] = lambda whole, divide: None
 ) -> Iterator[None]:
-    """Makes loaders that the Trainer builds meanwhile have the batches of one process.
+    """Gives loaders that the Trainer builds within the context the batches of one process.
 
-    `note` gets each of them, and a function that returns accelerate's divided loader.
+    `note` is called with each of them, and with a function that returns accelerate's divided loader.
     """
 
     def prepare(divide: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:

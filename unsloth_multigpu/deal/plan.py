@@ -34,7 +34,7 @@ _UNKNOWN_OVERHEAD = 2.0**20
 MicroBatches = list[list[int]]
 # Numbers of rows of a micro-batch that are tried: four for each doubling, two for larger ones.
 _SIZES = sorted({round(2 ** (k / 4)) for k in (*range(12), *range(12, 80, 2))})
-# Limits for the size of a group, as parts of a rank's load, if whole groups are dealt.
+# Limits for the cost of a group, as parts of a rank's load, where groups are formed first and then dealt.
 _GROUP_PARTS = (1.0, 0.5, 0.25)
 
 
@@ -141,10 +141,10 @@ def relative_speeds(rates: Sequence[float]) -> tuple[float, ...]:
 def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, max_tokens: int) -> list[MicroBatches]:
     """Splits one optimizer step's samples so that every rank finishes at the same time.
 
-    Samples go to ranks longest first, each to the rank that would finish it first: with equal ranks, and counting rows
-    alone, the slowest stays within 4/3 of the optimum (Graham 1969, "Bounds on Multiprocessing Timing Anomalies"). Each
-    rank's samples, sorted, are then cut into micro-batches by dynamic programming. Other plans cut first and deal the
-    pieces; the fastest one is returned.
+    Samples go to ranks longest first, each to the rank that would finish it first. If ranks are equally fast and only
+    rows cost, the slowest is within 4/3 of the optimum (Graham 1969, "Bounds on Multiprocessing Timing Anomalies").
+    Each rank's samples, sorted, are then cut into micro-batches by dynamic programming. Other plans cut first and deal
+    the groups; the fastest plan is returned.
 
     Args:
         lengths: Tokens of each sample without padding; position = index in the step.
@@ -153,7 +153,7 @@ def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, 
 
     Returns:
         `plan[rank][micro_batch]` = indices into `lengths`, the costliest micro-batch of a rank last, since its backward
-        pass hides the exchange of gradients best. Every index occurs once. A rank is empty where samples are too few.
+        pass hides the exchange of gradients best. Every index occurs once. A rank gets no samples if there are too few.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     work = [cost.row_work(length) for length in lengths]
@@ -162,7 +162,7 @@ def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, 
     for part in _GROUP_PARTS:
         groups = _cut(order, lengths, cost, max_tokens, part * load)
         dealt = _deal_groups(groups, lengths, speeds, cost)
-        # A rank without a sample would compute a filler, and its speed would not be measured any more.
+        # A rank without a sample would compute a filler, and its speed would no longer be measured.
         plans += [dealt] if all(dealt) else []
     fastest = min(plans, key=lambda plan: step_time(plan, lengths, speeds, cost))
     return [sorted(share, key=lambda rows: cost.of([lengths[i] for i in rows])) for share in fastest]

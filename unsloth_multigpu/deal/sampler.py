@@ -55,8 +55,8 @@ class StepSampler(BatchSampler):
             of the training on all ranks. If it is None, or returns None, samples are dealt in order.
 
     Attributes:
-        order_state: State of rank 0's generators before the order of this epoch was drawn; None if the order does not
-            depend on them, and on other ranks.
+        order_state: State of rank 0's generators before the order of this epoch was drawn. None if the order does not
+            depend on it; None on ranks above 0.
         resumed_order_state: The state of a resumed epoch, from which the next order is drawn.
     """
 
@@ -132,12 +132,12 @@ def step_loader(
 
     `reference` prepares a loader as accelerate does for one process; for the others see `StepSampler`.
 
-    Raises SetupError if there are ready batches, or fewer rows than a batch with `drop_last`, or rows of one rank only.
+    Raises SetupError if the data set yields batches, `drop_last` leaves none, or the sampler divides rows by rank.
     """
     assert loader.collate_fn is not None
     if loader.batch_sampler is None:
         raise SetupError(
-            "A data set of ready batches (batch_size=None) cannot be dealt: a step is cut from its rows.",
+            "A data set of ready batches (batch_size=None) cannot be divided: the ranks share the rows of a step.",
             hint="Let the data set give rows and the loader batches of them. Or let each batch be a row: "
             "DataLoader(..., batch_size=1, collate_fn=lambda rows: rows[0]) with per_device_train_batch_size=1. Or set "
             "global_batch='scale'.",
@@ -152,7 +152,7 @@ def step_loader(
     if loader.drop_last and len(loader) == 0:
         num_rows = len(loader.dataset)  # type: ignore[arg-type]
         raise SetupError(
-            f"{num_rows} row(s) make no whole batch of {loader.batch_size} with dataloader_drop_last=True.",
+            f"{num_rows} row(s) are no full batch of {loader.batch_size}, and dataloader_drop_last=True drops them.",
             hint="Leave dataloader_drop_last out, or set a smaller per_device_train_batch_size.",
         )
     if shape.world_size * shape.num_sharing > 1:
@@ -186,7 +186,7 @@ def _worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
-    """Returns a plain loader like `loader`, of other batches."""
+    """Returns a torch loader like `loader` with another batch sampler, `batches`."""
     settings = {name: getattr(loader, name) for name in ("collate_fn", "pin_memory", "generator")}
     return DataLoader(loader.dataset, batch_sampler=batches, **settings, **_worker_settings(loader))
 

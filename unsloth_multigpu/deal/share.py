@@ -1,4 +1,4 @@
-"""Divides the batches of an evaluation among the ranks, which take the batches of one process in turn."""
+"""Divides an evaluation among the ranks: they take the batches of one process in turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unsloth_multigpu.wire.digest import digest_of
 class Share:
     """A rank's share of an evaluation: `loader` yields its batches, on its device.
 
-    `rows_kept` returns to how many rows accelerate truncates the gathered last batch in one process; None = to none.
+    `rows_kept` returns how many rows of the gathered last batch accelerate keeps in one process; None = all.
     """
 
     loader: Any
@@ -82,9 +82,9 @@ class Turns:
 
 
 def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole: bool) -> Share | None:
-    """Returns a rank's share of an evaluation; None if accelerate divides it.
+    """Returns a rank's share of an evaluation; None if it is left to accelerate.
 
-    These are trainers that generate samples, metrics of single batches (`batch_eval_metrics`,
+    That is so for trainers that generate samples, metrics of single batches (`batch_eval_metrics`,
     `eval_do_concat_batches=False`), loaders whose division cannot be undone, loaders without batches, and other
     iterables. `is_whole`: the loader was prepared as for one process.
     """
@@ -148,7 +148,7 @@ def _share_of_stream(
         if any(theirs != ranks[0] for theirs in ranks):
             other = next(rank for rank, theirs in enumerate(ranks) if theirs != ranks[0])
             raise DivergenceError(
-                f"An evaluation reads a stream, and rank {other} gets other rows than rank 0.",
+                f"An evaluation reads a stream, and the rows of rank {other} differ from those of rank 0.",
                 hint="Each rank reads the whole stream and computes its share of the batches. Leave out what divides "
                 "it by RANK, WORLD_SIZE or split_dataset_by_node, and give shuffles and generators of your own a seed.",
             )
@@ -185,7 +185,7 @@ class EvaluationLoaders:
         self._shares: WeakKeyDictionary[Any, tuple[TrainerLike, DDPManager, Share | None]] = WeakKeyDictionary()
 
     def building(self, trainer: TrainerLike) -> AbstractContextManager[None]:
-        """Makes loaders that the Trainer builds meanwhile have the batches of one process."""
+        """Gives loaders that the Trainer builds within the context the batches of one process."""
 
         def note(whole: Any, divide: Callable[[], Any]) -> None:
             # Made once, because worker processes may live as long as the loader.

@@ -34,7 +34,7 @@ class StepStream(IterableDataset[Step]):
         # Earlier passes, and what was yielded in this pass.
         self.cursor = {"epoch": 0, "steps": 0}
         self._left_over: Step | None = None
-        # Of the first row of each step. It differs if ranks read different rows.
+        # Digest of the first rows of all steps so far. It differs if ranks read different rows.
         self.digest = ""
 
     def __len__(self) -> int:
@@ -109,13 +109,13 @@ class StepStream(IterableDataset[Step]):
             return None
 
     def _keep(self, micro_batches: list[Rows], step_index: int) -> None:
-        """Keeps what is left at the end of a pass without a length; raises SetupError if the pass had no step."""
+        """Keeps the rest of a pass of a stream without a length; raises SetupError if the pass had no step."""
         if not micro_batches:
             return
         if step_index == 0:
             raise SetupError(
                 f"The stream ended after {len(micro_batches)} micro-batch(es), fewer than gradient_accumulation_steps="
-                f"{self.shape.num_accumulated}: without a length such a pass has no step, and the training no end.",
+                f"{self.shape.num_accumulated}: without a length, such a pass has no step and the training never ends.",
                 hint=f"Set gradient_accumulation_steps={len(micro_batches)} or less, or give the data set a __len__.",
             )
         self._left_over = self._collated(micro_batches, step_index)
@@ -125,7 +125,7 @@ class StepStream(IterableDataset[Step]):
         sizes = [len(batch) for batch in step]
         pieces = self.shape.pieces(sizes)
         mine = [[rows[p] for p in piece.positions] for piece in pieces]
-        # Collators may put what they make of a column in its place.
+        # A collator may overwrite a column of a row with its result.
         kept = [dict(row) if type(row) is dict else row for row in rows]
         with seeded_draws(draw_seed(self.shape.rank_seed, self._epoch, step_index)):
             collated = collate_step(pieces, mine, sizes, self.collate)
@@ -137,7 +137,7 @@ class StepStream(IterableDataset[Step]):
         return list(rows)
 
     def set_epoch(self, epoch: int) -> None:
-        """Lets the stream shuffle for `epoch`; not after `go_on`, which knows better."""
+        """Sets the epoch, by which the stream shuffles. After `go_on`, passes count on from the checkpoint."""
         self._epoch = epoch
         self._reference.set_epoch(epoch)  # type: ignore[attr-defined]
 
