@@ -119,7 +119,7 @@ def test_what_the_user_says_counts(tmp_path):
 
 
 def test_micro_batch_that_lacks_what_is_counted_says_what_is_wrong():
-    with pytest.raises(SetupError, match=r'counts by "sum of weights".*weights is one number of float32') as info:
+    with pytest.raises(SetupError, match=r'given by "sum of weights".*weights is one number of float32') as info:
         LossReduction("auto", "sum of weights").count({"labels": torch.ones(2, 3), "weights": torch.tensor(1.0)})
     assert "num_items_in_batch" in info.value.hint
 

@@ -110,9 +110,9 @@ def test_loops_do_what_they_are_there_for(alone):
 def test_uneven_batches_are_told_once(ranks):
     for text in (
         "a batch of 4 rows is 2 + 2 on 2 ranks: exact where the loss is a mean over rows",
-        "a batch of 1 rows is 1 + 0 on 2 ranks: losses are weighed as means over these rows",
-        "a batch of 1 rows is 1 + 0 on 2 ranks: the loop reads num_processes, so its losses are not weighed",
-        "a batch of 5 rows is 3 + 2 on 2 ranks: losses are weighed as means over these rows",
+        "a batch of 1 rows is 1 + 0 on 2 ranks: losses are weighted as means over these rows",
+        "a batch of 1 rows is 1 + 0 on 2 ranks: the loop reads num_processes, so its losses are not weighted",
+        "a batch of 5 rows is 3 + 2 on 2 ranks: losses are weighted as means over these rows",
     ):
         assert ranks[1].count(text) == 1
 
@@ -127,7 +127,7 @@ def test_loop_of_a_library_is_told_and_scale_leaves_all_to_accelerate(tmp_path):
     (kept, scaled, refused), errs = (text.split("[other options]\n") for text in (run.out, run.err))
     assert kept.startswith("library 3\nown 6 1\n")
     assert "batch_size=3: accelerate shares the batches of Stream in equal parts, and there are 2 ranks." in kept
-    assert "Pairs gives a batch of 3 rows in the midst of a pass, and its batch_size is 4" in kept
+    assert "Pairs gives a batch of 3 rows before the end of a pass, but its batch_size is 4" in kept
     assert (scaled, refused) == ("library 3\nown 3 2\n", "")
     told = "an optimizer step sees 2 times the samples of one process"
     assert [text.count(told) for text in errs[:2]] == [1, 0]

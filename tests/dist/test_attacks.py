@@ -179,7 +179,7 @@ def test_what_each_rank_counts_for_itself_is_said_before_it_changes_the_loss(fol
 
 def test_sampler_that_reads_what_a_rank_has_noted_is_named(folder):
     (warning,) = warnings(folder, HARD_FIRST)
-    assert warning.startswith("HardestRows gives ranks other orders of samples, and did not before: ")
+    assert warning.startswith("HardestRows now gives ranks different orders of samples: ")
     assert facts_of(folder, HARD_FIRST)["inexact"] in warning
     assert difference(folder, HARD_FIRST) > 1e-5  # Said for a reason.
 
@@ -222,7 +222,7 @@ def test_batches_of_a_script_that_are_not_as_many_are_refused(folder):
 
 def test_step_that_ddp_alone_cannot_compute_is_refused_with_the_strategy_that_can(folder):
     error = facts_of(folder, OPAQUE)["error"]
-    assert "One process can compute the step, and DDP cannot (Expected to mark a variable ready only once" in error
+    assert "One process can compute the step, but DDP cannot (Expected to mark a variable ready only once" in error
     assert "strategy='allreduce'" in error
 
 

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "sequence_parallel.py"
 JOBS = ["full", "one_kv_head", "packed", "window", *(["lora"] if find_spec("peft") else [])]
 REFUSED = {
     "eager": "attn_implementation='eager' is not among the functions of transformers' attention interface",
-    "row_mean": "sequence_parallel shares losses that are sums over tokens, and it is not known that",
+    "row_mean": "sequence_parallel shares losses that are sums over tokens, but it is not known whether",
 }
 NEEDS_TRL = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 

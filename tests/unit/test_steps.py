@@ -203,7 +203,7 @@ Fast.forward.__module__ = "unsloth.models.llama"
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        (torch.nn.Linear(1, 1), "Linear is no model of transformers with decoder layers"),
+        (torch.nn.Linear(1, 1), "Linear is not a transformers model with decoder layers"),
         (Model([Fast(1, 1)]), "Unsloth computes attention by code of its own"),
         (Model([torch.nn.Linear(1, 1)], num_heads=3), "sequence_parallel=2 does not divide 3 attention heads"),
     ],

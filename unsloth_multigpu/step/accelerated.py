@@ -1,7 +1,7 @@
 """Loops with an `Accelerator` of the script's own: ranks share each batch, and steps are those of one process.
 
-accelerate's own sharing gives each rank whole batches. Here it prepares what it prepares in one process, a loader whose
-batches are this rank's rows, and steps a schedule once for each optimizer step.
+By itself, accelerate gives each rank whole batches. Here it prepares loaders as in one process, with this rank's rows
+of each batch, and steps a learning rate schedule once for each optimizer step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCALE = 'global_batch="scale" leaves the batches to accelerate.'
 
 
 def rows_of_ranks(num_rows: int, world_size: int) -> list[int]:
-    """Returns the number of rows of a batch for each rank. If it does not divide, the first ranks take one more."""
+    """Returns the number of rows of a batch for each rank. If they cannot be equal, the first ranks have one more."""
     return [num_rows // world_size + (rank < num_rows % world_size) for rank in range(world_size)]
 
 
@@ -111,8 +111,8 @@ class SharedBatches(BatchSampler):
         for index, batch in enumerate(self.batch_sampler):
             if self.num_drawn != self.batch_size:
                 raise SetupError(
-                    f"{type(self.batch_sampler).__name__} gives a batch of {self.num_drawn} rows in the midst of a "
-                    f"pass, and its batch_size is {self.batch_size}.",
+                    f"{type(self.batch_sampler).__name__} gives a batch of {self.num_drawn} rows before the end of a "
+                    f"pass, but its batch_size is {self.batch_size}.",
                     hint=f"Only the last batch may have another size. {_SCALE}",
                 )
             if index == 0 and self._check_same is not None:
@@ -129,8 +129,8 @@ class SharedBatches(BatchSampler):
 class _CountedState(ObjectProxy):  # type: ignore[type-arg]
     """A state of accelerate whose `num_processes` is 1 outside loops over data loaders.
 
-    Scripts multiply schedules and learning rates by it, which must stay those of one process. Inside a loop the number
-    is the real one, because scripts multiply a loss by it that they divide by a count gathered from all ranks.
+    Scripts multiply schedules and learning rates by it, which must stay those of one process. Inside a loop it is the
+    real number, because scripts divide a loss by a count gathered from all ranks, and multiply it by this number.
     """
 
     gradient_state: Any = None
@@ -211,7 +211,7 @@ class _Loop:
     def backward(self, original: Callable[..., None], loss: Any, **kwargs: Any) -> None:
         """Overrides `Accelerator.backward`: weights the mean over a rank's rows by their number."""
         if (rows := self._rows()) is None:
-            self._look_at_other()
+            self._warn_of_other_batches()
             return original(loss, **kwargs)
         batch = f"a batch of {sum(rows)} rows is {' + '.join(map(str, rows))} on {self._world_size} ranks"
         if len(set(rows)) == 1:
@@ -221,9 +221,9 @@ class _Loop:
         weight = rows[self._rank] * self._world_size / sum(rows)
         if self.state.was_read_in_loop and rows[self._rank]:
             weight = 1.0  # The loop itself divides its loss by rows or tokens of all ranks.
-            self._tell(f"{batch}: the loop reads num_processes, so its losses are not weighed")
+            self._tell(f"{batch}: the loop reads num_processes, so its losses are not weighted")
         else:
-            self._tell(f"{batch}: losses are weighed as means over these rows")
+            self._tell(f"{batch}: losses are weighted as means over these rows")
         return original(loss * weight, **kwargs)
 
     def gather(self, original: Callable[..., Any], tensor: Any) -> Any:
@@ -257,7 +257,7 @@ class _Loop:
         num_rows = sampler.num_drawn if loader.end_of_dataloader else sampler.batch_size
         return rows_of_ranks(num_rows, self._world_size)
 
-    def _look_at_other(self) -> None:
+    def _warn_of_other_batches(self) -> None:
         """Warns about batches that this class does not share."""
         state = self._accelerator.gradient_state
         if not state.in_dataloader:
@@ -273,9 +273,9 @@ class _Loop:
         digests = self._manager().gather_json(digest_of([str(i) for i in batch]))
         if any(theirs != digests[0] for theirs in digests):
             raise DivergenceError(
-                "The ranks draw other batches from one data loader.",
+                "The ranks draw different batches from the same data loader.",
                 hint="Let the sampler draw from torch's generator, and give all ranks the same seed: "
-                "set_seed(seed, device_specific=True) does not go with use_seedable_sampler.",
+                "set_seed(seed, device_specific=True) cannot be combined with use_seedable_sampler.",
             )
 
     def _warn(self, what: str, hint: str) -> None:

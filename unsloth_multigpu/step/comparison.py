@@ -17,13 +17,13 @@ from unsloth_multigpu.part import TrainerLike
 
 # The gradient of a single parameter may differ by this many times the bound for all parameters together.
 _OF_ONE = 20.0
-# A larger bound is that of a lower precision than fp32.
+# A bound above this number is that of a precision lower than fp32.
 _NOT_FINE = 1e-4
-# Ranks may differ from one process by this many times what a change of the weights' last bits does.
+# Ranks may differ from one process by this many times the effect of a change of the weights' last bits.
 _OF_LAST_BITS = 4.0
-# In another micro-batch, a row is computed by other kernels, and sums have another order. In fp32, the gradients of 17
-# exact losses differed by at most 6e-7, those of inexact losses by at least 1.2e-4. fp16 and bf16 round each element
-# with a relative error of up to 5e-4 and 4e-3.
+# In a micro-batch of another size, kernels and the order of sums differ. In fp32, the gradients of 17 exact losses
+# differed by at most 6e-7, those of inexact losses by at least 1.2e-4. fp16 and bf16 round each element with a relative
+# error of up to 5e-4 and 4e-3.
 FINE = 1e-5
 _BOUNDS = {torch.float64: FINE, torch.float32: FINE, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _TF32 = 5e-3
@@ -81,8 +81,8 @@ class Comparison:
         one_s: Seconds of these micro-batches in one process; nan = not measured.
         dealt_s: Seconds on the ranks.
         unproven: Why the gradients were not compared; "" = they were.
-        draws: What draws random numbers in the training, which differ from those of one process. The comparison uses
-            equal ones.
+        draws: What draws random numbers in a step. In the training these differ from those of one process; the
+            comparison uses equal ones.
         counts: Numbers on the script's trainer that differ from those of one process, and may change a later step.
     """
 
@@ -224,7 +224,7 @@ def names_of(model: nn.Module) -> list[str]:
 def difference_of_means(
     ones: Sequence[Sequence[float]], others: Sequence[Sequence[float]], names: Sequence[str]
 ) -> Difference:
-    """Compares the mean of the ranks' gradients with the mean of others, by the ranks' sketches."""
+    """Compares the mean of the ranks' gradients with the mean of their other gradients, by sketches of each rank."""
     # Values that are not finite have no mean.
     if all(math.isfinite(value) for row in (*ones, *others) for value in row):
         ones, others = [mean_of(ones)], [mean_of(others)]

@@ -2,8 +2,8 @@
 
 Whether it does is measured in the training, in steps 1, 2, 4, 8 and so on: before the update, the gradient is computed
 with the trainer's own micro-batches and with the dealt ones, from the same state, without dropout. In the first step
-the policy is the one that drew: every ratio is 1 and nothing is clipped. What old log-probabilities change is seen from
-step 2 on. Completions that are all as long show no mean over tokens, and do not count.
+the policy is the one that generated: every ratio is 1 and nothing is clipped, so the effect of old log-probabilities
+shows from step 2 on. A step whose completions have equal lengths is not compared: it cannot show a mean over tokens.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 logger = get_logger(__name__)
 
 _NEEDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
-# Inputs that are padded on the left begin with it. Others with columns are those of completions, padded on the right.
+# Prefix of inputs that are padded on the left. Other inputs with columns belong to completions, padded on the right.
 _PROMPT = "prompt_"
-# Unsloth's note of the columns of padding before the shortest prompt: log-probabilities that it keeps have them, too.
+# Where Unsloth keeps the number of padding columns before the shortest prompt. Its log-probabilities have these, too.
 _LEFT_PAD = "max_left_pad"
 # Micro-batches of a step that are compared on each rank.
 _MOST_COMPARED = 8
@@ -83,9 +83,9 @@ class CompletionDeal(Part):
         self._feed = feed
         self._lone = LonePass(trainer, beat)
         self._generation: _Generation | None = None
-        # TRL's order is kept from here on, and why is said.
+        # TRL's order is kept from now on. The reason was logged.
         self._is_over = False
-        # The last comparison has found equal gradients; where nothing is to be compared it is the user who says so.
+        # The last comparison found equal gradients. Without comparisons: the user has set balance="tokens".
         self._is_proven = False
         # Optimizer steps of this training; the last that was compared, and the next.
         self._num_steps, self._last_step, self._next_step = 0, 0, 1
@@ -111,7 +111,7 @@ class CompletionDeal(Part):
         if before:
             logger.info("completions dealt by length: %.0f %% of the tokens, padding included", 100 * dealt / before)
         elif not self._is_over and self._num_steps:
-            logger.info("balance: completions are dealt in order: in no step were some longer than others")
+            logger.info("balance: completions are dealt in order: in each step they had equal lengths")
 
     def _keep_order(self, why: str) -> None:
         """Keeps TRL's micro-batches from now on, and logs the reason; raises SetupError with `balance="tokens"`."""
@@ -132,7 +132,7 @@ class CompletionDeal(Part):
             return prepared
         made = getattr(trainer, "_buffered_inputs", None)
         if made is None:
-            self._keep_order("the micro-batches of a generation are kept in no place that is known here")
+            self._keep_order("it is not known where this trainer keeps the micro-batches of a generation")
             return prepared
         if made is not before:
             self._generation = self._gathered(made)
@@ -169,7 +169,7 @@ class CompletionDeal(Part):
         in_order = generation.in_order[place : place + num_compared]
         off = self._difference(in_order, self._cut(generation, place, num_compared))
         is_every = self._manager.config.check_first_step == "every"
-        if math.isnan(off.off):  # Not finite in both, as while a scaler looks for its scale: the next step may be.
+        if math.isnan(off.off):  # Both are not finite, as while a gradient scaler looks for its scale.
             self._next_step = self._num_steps + 1
             return
         was_proven, num_unproven = self._is_proven, self._num_steps - self._last_step - 1
@@ -266,8 +266,8 @@ def deal_completions(lengths: Sequence[tuple[int, int]], batch: int, world_size:
         batch: Completions of a micro-batch; `batch x world_size` divides the number of completions.
 
     Returns:
-        `plan[rank][micro_batch]` = indices into `lengths`, the costliest micro-batch of a rank last: ranks that wait
-        for each other in every one have similar ones at a time.
+        `plan[rank][micro_batch]` = indices into `lengths`, the costliest micro-batch of a rank last. So ranks that wait
+        for each other in every micro-batch compute similar ones at the same time.
     """
 
     def cost(rows: Sequence[int]) -> int:
@@ -311,7 +311,7 @@ def _num_tokens(micro_batches: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _is_of_rows(value: Any) -> bool:
-    """False for what a generation has once: nothing, or one number."""
+    """False for None and for a single number, which a generation has once and not for each row."""
     return not (value is None or (isinstance(value, torch.Tensor) and value.dim() == 0))
 
 

@@ -249,8 +249,8 @@ class StepFeed(Part):
         if had_one_order and not is_same:
             assert self.loader is not None
             names = ", ".join(own_samplers(self.loader.one_process))
-            what = f"{names} gives ranks other orders of samples, and did not before: it reads what each rank has noted"
-            ways = "Let it read what all ranks have, such as self.state.log_history, or gather what a loss notes."
+            what = f"{names} now gives ranks different orders of samples: it reads what each rank has recorded"
+            ways = "Let it read what all ranks have, such as self.state.log_history, or gather what a loss records."
             self.tell(what, f"{what} of its own samples.", "Rank 0's order is trained.", ways)
 
     def decide(self) -> None:
@@ -260,7 +260,7 @@ class StepFeed(Part):
             decide()
 
     def _deal(self, steps: StepLoader, loader: Any) -> None:
-        """Decides how `steps` deals the samples of the Trainer's data loader. Collective."""
+        """Decides how `steps` deals the samples of `loader`, the Trainer's. Collective."""
         trainer, passes, shape = self._trainer, self.passes, steps.steps.shape
         if getattr(loader.batch_sampler, "batch_size", None) == trainer.args.per_device_train_batch_size:
             # SetFit's trainer changes the argument after the Trainer has read it.
@@ -338,13 +338,13 @@ class StepFeed(Part):
                 ways = "Use on_step_end or on_pre_optimizer_step, or gradient_accumulation_steps=1."
                 self.tell(what, f"{what}, with all its micro-batches.", "", ways)
 
-    def tell(self, cause: str, what: str, so: str, ways: str) -> None:
+    def tell(self, cause: str, what: str, effect: str, ways: str) -> None:
         """Warns that the training is not exactly that of one process; raises SetupError if `inexact="raise"`."""
         self.inexact, self.ways_out = cause, ways
         if self._manager.config.inexact == "raise":
             raise SetupError(what, hint=ways)
         if self._manager.identity.rank == 0:
-            logger.warning("%s", " ".join(filter(None, (what, so, ways))))
+            logger.warning("%s", " ".join(filter(None, (what, effect, ways))))
 
     # The steps.
 

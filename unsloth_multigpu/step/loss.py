@@ -1,4 +1,4 @@
-"""Loss reductions: which code of a step is the script's, and what a part of a micro-batch weighs in the mean."""
+"""Loss reductions: which code of a step is the script's, and the weight of a part of a micro-batch in the mean."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LossReduction:
 
     Args:
         kind: A value of `loss_reduction`, or "gathered"; "auto" = unknown, so the first step measures it.
-        mean_over: What the weight of a part is, see `possible_means`.
+        mean_over: What the weight of a part counts, see `possible_means`.
         class_weights: Class weights, for a mean that is weighted by them.
     """
 
@@ -70,8 +70,8 @@ class LossReduction:
         if found is None:
             forms = ", ".join(f"{name} is {_form(value)}" for name, value in inputs.items())
             raise SetupError(
-                f'The loss of a part of a micro-batch counts by "{self.mean_over}", as it did in the first step, '
-                f"and that cannot be computed here: {forms}.",
+                f'The weight of a part of a micro-batch is given by "{self.mean_over}", which cannot be computed '
+                f"for these inputs: {forms}.",
                 hint="Let the collator give every micro-batch these columns, in the same form. Or let the loss be a "
                 "sum divided by num_items_in_batch, or use global_batch='scale'.",
             )
@@ -134,7 +134,7 @@ def hooked(model: nn.Module) -> Iterator[str]:
 
 def _has_own_loss(trainer: TrainerLike) -> bool:
     """True if the script defines the loss or the model that computes it."""
-    # Some TRL trainers have a text instead of a function.
+    # In some TRL trainers `compute_loss_func` is a string.
     is_own = callable(trainer.compute_loss_func) or not _is_of_library(trainer, "compute_loss")
     return is_own or not class_of(base_model(trainer.model)).__module__.startswith(_STOCK_MODELS)
 
@@ -142,8 +142,8 @@ def _has_own_loss(trainer: TrainerLike) -> bool:
 def has_own_step(trainer: TrainerLike) -> bool:
     """True if `training_step` may compute the loss without `compute_loss`.
 
-    The script overrides it, in a class or on the object, or a library's class does without `compute_loss`
-    (`OnlineDPOTrainer`).
+    That is so if the script overrides it, in a class or on the object, or if a library's class overrides it and not
+    `compute_loss` (`OnlineDPOTrainer`).
     """
     step_of, loss_of = (_owner_of(trainer, name) for name in ("training_step", "compute_loss"))
     return not (_is_of_library(trainer, "training_step") and issubclass(loss_of, step_of))

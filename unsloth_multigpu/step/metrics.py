@@ -57,7 +57,7 @@ class Metrics(Part):
         # what this rank's micro-batches add to its loss.
         self._losses: list[tuple[int, bool, torch.Tensor]] = []
         # (metric, step, whether ranks share the micro-batch) -> for each micro-batch of this rank: value, weight, and
-        # the number of micro-batches of one process it stands for. A step below 0: ranks share the samples.
+        # the number of micro-batches of one process it stands for. A negative step: ranks share the samples.
         self._noted: dict[tuple[str, int, bool], list[tuple[float, float, float]]] = defaultdict(list)
         self._loss_sum = 0.0
         self._last_logged = -1
@@ -115,7 +115,7 @@ class Metrics(Part):
                 self._noted[name, place, is_shared].append(row)
 
     def end_step(self, losses: torch.Tensor, *, is_shared: bool) -> None:
-        """Records what each micro-batch adds to the loss of a step, times the ranks, which may share micro-batches."""
+        """Records what each micro-batch, or part of one, adds to a step's loss, times the number of ranks."""
         self._losses.append((self._trainer.state.global_step, is_shared, losses.detach()))
 
     def _log_save_evaluate(self, original: Callable[..., Any], tr_loss: torch.Tensor, *args: Any, **kw: Any) -> Any:
@@ -131,7 +131,7 @@ class Metrics(Part):
                 self.merge()
                 tr_loss.fill_(self._loss_sum)
             elif is_end:
-                # The last line has the loss since the line before, on each rank.
+                # The last line has the loss since the previous line, on each rank.
                 losses = self._manager.gather_json(float(tr_loss))
                 tr_loss.fill_(sum(losses) / len(losses))
         result = original(tr_loss, *args, **kw)

@@ -36,7 +36,7 @@ def explain(error: BaseException, *, rank: int, device: torch.device, place: str
 
 
 def num_refused(device: torch.device) -> int:
-    """Returns how often an allocation on the device failed in this process; libraries may raise another error then."""
+    """Returns how many allocations on the device failed in this process: libraries may replace the error of one."""
     if device.type not in KINDS:
         return 0
     return int(getattr(torch, device.type).memory_stats(device).get("num_ooms", 0))
@@ -59,12 +59,12 @@ def filled(device: torch.device, **held: Iterable[torch.Tensor]) -> str:
 
 
 def loading_advice(num_ranks: int, *, shards: bool) -> str:
-    """Returns a hint how to load a model that does not fit one GPU; `shards`: it is sharded already."""
+    """Returns a hint on how to load a model that does not fit one GPU; `shards`: it is sharded already."""
     if shards:
-        return "Load it with load_in_4bit=True, which is done in parts, or take more GPUs."
+        return "Load it with load_in_4bit=True, so that each rank keeps only its part of a weight, or use more GPUs."
     return (
-        f"enable_multi_gpu(shard='on') divides the model between the {num_ranks} ranks, in 4 bits already while it is "
-        "loaded; load_in_4bit=True takes about a quarter of 16 bits."
+        f"enable_multi_gpu(shard='on') divides the model between the {num_ranks} ranks, a 4-bit model already while it "
+        "is loaded; load_in_4bit=True takes about a quarter of the memory of 16 bits."
     )
 
 

@@ -36,7 +36,7 @@ class StepPasses:
         is_whole: Each of the script's micro-batches stays on one rank.
         is_lockstep: Ranks synchronize in every micro-batch, as sharded models do.
         current: The micro-batch that is being computed.
-        in_loss: A training loss is being computed, or a step as in one process: nothing is gathered.
+        in_loss: A training loss is being computed, or a step as in one process. Then nothing is gathered.
         sequence: Splits samples over ranks (`sequence_parallel`); None without it.
         count: The trainer's own `get_batch_samples`, which counts tokens.
         num_samples, num_micro_batches: Computed so far.
@@ -66,7 +66,7 @@ class StepPasses:
         return self.sequence is not None and self.sequence.rank > 0
 
     def accumulation_of_script(self) -> AbstractContextManager[None]:
-        """Restores the script's own `gradient_accumulation_steps`, which is 1 for the Trainer's loop, for its code."""
+        """Sets `gradient_accumulation_steps`, which is 1 for the Trainer's loop, to the script's value in a context."""
         return instance_attribute(self._trainer.args, "gradient_accumulation_steps", self.num_accumulated)
 
     def shares_micro_batches(self, sizes: Sequence[int]) -> bool:
@@ -75,7 +75,7 @@ class StepPasses:
         return world_size > 1 and not self.is_whole and (len(sizes) or self.num_accumulated) % world_size != 0
 
     def counted(self, step: Step) -> Any:
-        """Moves a step to the device; returns its tokens over all ranks, or None without a count. Collective."""
+        """Moves a step to the device; returns its number of tokens over all ranks, None if not counted. Collective."""
         assert self.count is not None
         trainer, device = self._trainer, self._trainer.args.device
         for micro_batch in step.micro_batches:
@@ -119,7 +119,7 @@ class StepPasses:
             micro_batch.share = weight if self.is_alone else weight / (totals[micro_batch.piece.reference] or 1.0)
 
     def train(self, original: Any, model: nn.Module, step: Step, num_items: Any) -> torch.Tensor:
-        """Computes a step that `counted` has prepared, for the training; returns its loss times the ranks.
+        """Computes a step that `counted` has prepared, for the training; returns its loss times the number of ranks.
 
         `original` is `Trainer.training_step`. Gradients are synchronized in the last backward pass.
         """
@@ -269,7 +269,7 @@ class StepPasses:
 
 @contextmanager
 def _without_gradient(model: nn.Module, optimizer: Any) -> Iterator[None]:
-    """Makes backward passes add zero to gradients: a mean over no labels is NaN; a script's step may not weigh it."""
+    """Makes backward passes add zeros: a mean over no labels is NaN, and a script's own step may not weight it."""
     groups = [] if optimizer is None else optimizer.param_groups  # A loss may have parameters beside the model.
     with ExitStack() as stack:
         for parameter in {*model.parameters(), *(p for group in groups for p in group["params"])}:
@@ -293,7 +293,7 @@ def take(trainer: TrainerLike, step: Step, given: Sequence[Any], batches: Sequen
     if len(batches) != len(given):
         raise SetupError(
             f"{type(trainer).__name__}.get_batch_samples() returned {len(batches)} batches, and was given {len(given)}:"
-            " what each counts in the step is not known then.",
+            " the weight of each in the step is not known.",
             hint="Return one for each that it takes from epoch_iterator, or use global_batch='scale'.",
         )
     for micro_batch, before, batch in zip(step.micro_batches, given, batches, strict=True):
@@ -302,16 +302,16 @@ def take(trainer: TrainerLike, step: Step, given: Sequence[Any], batches: Sequen
             continue
         micro_batch.inputs = batch
         if before is not labelled and isinstance(batch, Mapping) and isinstance(before, Mapping):
-            # A mean over no labels is not a number: a filler has them, and its share is zero.
+            # A filler keeps its labels, and its share is zero: a mean over no labels would be NaN.
             kept = {n: labelled[n] for n, v in before.items() if v is not labelled[n] and batch.get(n) is v}
             micro_batch.inputs = {**batch, **kept}
 
 
 def free_rows(inputs: Sequence[Any]) -> None:
-    """Takes back that a Trainer has marked the number of rows as one that stays.
+    """Marks the number of rows as dynamic for torch.compile, where a Trainer has marked it as static.
 
-    Unsloth marks it for the compiler when it counts a step's tokens; what is compiled and takes a mask or tokens would
-    be compiled again for each number of rows. A weak mark goes before a static one.
+    Unsloth does that when it counts a step's tokens. Compiled functions that take a mask or tokens would then be
+    compiled again for each number of rows. A weak dynamic mark has priority over a static one.
     """
     for batch in inputs:
         for value in batch.values() if isinstance(batch, Mapping) else ():

@@ -1,7 +1,7 @@
 """Compares the gradient of a step with that of one process, before the step is trained.
 
 The step is computed twice: as one process computes it, and as the ranks share it. Both passes start from the same
-weights, buffers, random state and script state, and restore them. Loss, hooks and collator show in the gradient.
+weights, buffers, random state and script state, and restore them. The gradient depends on loss, hooks and collator.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ logger = get_logger(__name__)
 _OF_DDP = re.compile(r"mark a variable ready only once|to have finished reduction")
 # Limit for `check_first_step="auto"`, in seconds, estimated from the first micro-batch.
 _MOST_S = 60.0
-# If both passes of a comparison take less time than this, they are timed again: kernels compile in the first one.
+# If both passes of a comparison take less time than this, they are run again to be timed: the first compiles kernels.
 _TIMED_AGAIN_S = 20.0
 # If the loss reduction was found by measurement, each of the first steps is compared.
 _EARLY_STEPS = 16
-# After a difference, one that is larger by this factor is reported as well.
+# After a reported difference, a later one is reported if it is larger by this factor.
 _WORSE = 10
 
 
@@ -155,7 +155,7 @@ class StepProof:
         """Runs both passes; raises NotPossibleError on all ranks if they cannot be run."""
         loader, gather = self._feed.loader, self._manager.gather_json
         if not self._manager.config.is_synchronous:
-            raise NotPossibleError("ranks do not meet in every step, by the options")
+            raise NotPossibleError("with these options, ranks do not synchronize in every step")
         assert loader is not None
         batches = loader.one_process
         with KeptObjects(batches.collate_fn, batches.dataset) as kept, _without_optimizer():
@@ -176,8 +176,8 @@ class StepProof:
                 again = self._again(model, rows, one, self._seed + 1)
                 is_random = any(gather(not self._is_within(again)))
             if is_random and not self._is_within(off):
-                why = "it draws random numbers beyond dropout, so that one process would not compute it twice alike"
-                raise NotPossibleError(f"{why} either")
+                why = "it draws random numbers besides dropout, so even one process would compute it differently"
+                raise NotPossibleError(f"{why} twice")
             if not self._is_within(off) and off.off <= MOST_ROUNDING:
                 with last_bits_changed(self._trainer.model):
                     again = self._again(model, rows, one, self._seed)
@@ -213,7 +213,7 @@ class StepProof:
             if is_entered_below(error):
                 raise SetupError(
                     f"{name_of(self._trainer)} calls a part of the model by "
-                    "itself, and a sharded model gathers its weights when the model itself is called.",
+                    "itself, but a sharded model gathers its weights only when the model itself is called.",
                     hint="Call the model that the loss is given, model(**inputs), and take what is needed from its "
                     "output (output_hidden_states=True gives the states before the head); or leave shard out.",
                 ) from error
@@ -251,7 +251,7 @@ class StepProof:
         return still
 
     def _again(self, model: nn.Module, rows: StepRows, one: Still, seed: int) -> Difference:
-        """Computes the step as one process does once more, and compares its gradient with that of `one`."""
+        """Computes the step as one process does again, and compares its gradient with that of `one`."""
         again = self._as_one(model, rows, seed)
         return difference([one.gradient], [again.gradient], names_of(self._trainer.model))
 
@@ -320,8 +320,8 @@ class StepProof:
             except RuntimeError as error:
                 if is_exchanged and _OF_DDP.search(str(error)):
                     raise SetupError(
-                        f"One process can compute the step, and DDP cannot ({str(error)[:50]}...): it looks for "
-                        "gradients in what the model returns.",
+                        f"One process can compute the step, but DDP cannot ({str(error)[:50]}...): it looks for "
+                        "tensors in the model's output, and does not search every class of output.",
                         hint="strategy='allreduce' exchanges gradients after the backward pass, without DDP. Or let "
                         "the model return a tensor, a tuple, a dict or a dataclass.",
                     ) from error
@@ -351,8 +351,8 @@ class StepProof:
             return
         if found.unproven:
             cause = f"it is not known how {name_of(self._trainer)} is averaged"
-            so = f"Parts of micro-batches count by this: {self._feed.passes.reduction.mean_over}."
-            self._feed.tell(cause, f"{found}; {cause}.", so, self._ways_out())
+            effect = f"Parts of micro-batches are weighted by this: {self._feed.passes.reduction.mean_over}."
+            self._feed.tell(cause, f"{found}; {cause}.", effect, self._ways_out())
             return
         off = found.difference
         worst = f", most in {off.worst}" if off.worst else ""
@@ -379,7 +379,7 @@ class StepProof:
         return (
             "What a micro-batch leaves for the next one (a counter, a moving average, the gradient so far) is not "
             "shared by ranks: let it depend on self.state.global_step, or do it once a step, in a callback's "
-            "on_pre_optimizer_step; gradient_accumulation_steps=1 makes it the same again."
+            "on_pre_optimizer_step. With gradient_accumulation_steps=1 there is no difference."
         )
 
 

@@ -47,11 +47,11 @@ class SharedSequence:
         """Raises SetupError if a loss is not known to be a sum over tokens, or layers are compiled."""
         if getattr(trainer.args, "torch_compile", False):
             raise SetupError(
-                "sequence_parallel works within layers, and torch_compile=True compiles them.", hint=_WITHOUT
+                "sequence_parallel changes layers, so they cannot be compiled (torch_compile=True).", hint=_WITHOUT
             )
         if not reduction.is_token_normalised or has_own_step(trainer):
             raise SetupError(
-                "sequence_parallel shares losses that are sums over tokens, and it is not known that "
+                "sequence_parallel shares losses that are sums over tokens, but it is not known whether "
                 f"{name_of(trainer)} is one.",
                 hint="Leave sequence_parallel out; or set loss_reduction='token_sum' where it is one, divided by "
                 "num_items_in_batch, and reads labels and logits alone.",
@@ -93,7 +93,7 @@ class SharedSequence:
         if self._num_shared < len(self._layers):
             raise SetupError(
                 f"{type(self._model).__name__} computed attention in {self._num_shared} of {len(self._layers)} layers "
-                "by transformers' interface, and sequence_parallel shares no other.",
+                "by transformers' interface, the only one that sequence_parallel shares.",
                 hint=_WITHOUT,
             )
 
@@ -189,14 +189,14 @@ def layers_of(model: Any, size: int) -> list[nn.Module]:
     attention, num_heads = getattr(config, "_attn_implementation", None), getattr(config, "num_attention_heads", 0)
     why, hint = "", _WITHOUT
     if not isinstance(layers, nn.ModuleList) or not num_heads:
-        why = f"{type(model).__name__} is no model of transformers with decoder layers"
+        why = f"{type(model).__name__} is not a transformers model with decoder layers"
     elif any("unsloth" in type(module).forward.__module__.lower() for module in layers.modules()):
         why = "Unsloth computes attention by code of its own, which sequence_parallel does not share"
     elif attention not in ALL_ATTENTION_FUNCTIONS:
         why = f"attn_implementation={attention!r} is not among the functions of transformers' attention interface"
         hint = "Load the model with attn_implementation='sdpa'."
     elif num_heads % size:
-        why, hint = f"sequence_parallel={size} does not divide {num_heads} attention heads", "Set a divisor of them."
+        why, hint = f"sequence_parallel={size} does not divide {num_heads} attention heads", "Set a divisor of this."
     if why:
         raise SetupError(f"{why}.", hint=hint)
     return list(layers or ())

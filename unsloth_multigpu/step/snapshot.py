@@ -51,9 +51,9 @@ _MOST_CLASSES = 10_000
 # models import all models.
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, list, dict, set, deque)
-# Containers with more items are data, not state. Items of containers with more parts are not followed.
+# Containers with more items than `_MOST_ITEMS` are data, not state. Above `_MOST_PARTS`, items are not followed.
 _MOST_ITEMS, _MOST_PARTS = 10_000, 1000
-# An array of NumPy that is larger is data.
+# Larger tensors, and larger NumPy arrays, are data.
 _MOST_ELEMENTS, _MOST_IN_ARRAY = 2**24, 10_000
 _MOST_OBJECTS = 200_000
 _DATA = ("train_dataset", "eval_dataset")
@@ -173,7 +173,7 @@ class KeptObjects:
             if value.numel() <= _MOST_ELEMENTS:
                 self._restoring.append(functools.partial(_restore_tensor, value, value.detach().clone()))
         elif _is_of_numpy(value) and hasattr(value, "flags"):
-            if value.size <= _MOST_IN_ARRAY and value.flags.writeable:  # A number of NumPy never is.
+            if value.size <= _MOST_IN_ARRAY and value.flags.writeable:  # A NumPy scalar never is.
                 self._restoring.append(functools.partial(_restore_array, value, value.copy()))
         elif (generator := _generator_of(value)) is not None:
             self._restoring.append(functools.partial(generator[1], generator[0]()))
@@ -268,7 +268,7 @@ def _is_own(value: Any) -> bool:
 
 
 def _is_of_numpy(value: Any) -> bool:
-    """True for an array of NumPy and for one number of it."""
+    """True for a NumPy array or scalar."""
     return type(value).__module__ == "numpy"
 
 
@@ -304,7 +304,7 @@ def _generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] 
 
 
 class LonePass:
-    """Computes gradients that are neither synchronized nor trained. The caller restores the state of the training."""
+    """Computes gradients that are neither synchronized nor applied. The caller restores the state of the training."""
 
     def __init__(self, trainer: TrainerLike, beat: HeartbeatPage) -> None:
         self._trainer = trainer
@@ -327,7 +327,7 @@ class LonePass:
         trainer, accelerator = self._trainer, self._trainer.accelerator
         device, gradient_state = trainer.args.device, accelerator.gradient_state
         before = gradient_state.sync_gradients
-        # DDP's wrapper would take this pass for one of the training. In one process there is none.
+        # DDP would count this pass as one of the training. In one process there is no DDP.
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         begin = moment(device)
         try:

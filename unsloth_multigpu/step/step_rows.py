@@ -86,14 +86,14 @@ class StepRows:
 
 
 def _cut(whole: Sequence[Any], sizes: Sequence[int], positions: Sequence[int]) -> Any:
-    """Returns rows of collated micro-batches, since a collator that draws would give them other values alone."""
+    """Returns rows of collated micro-batches. Collated alone, they would get other random numbers."""
     begin = 0
     for batch, size in zip(whole, sizes, strict=True):
         rows = [p - begin for p in positions if begin <= p < begin + size]
         if len(rows) == len(positions):
             return batch if len(rows) == size else _rows_of(batch, rows, size)
         begin += size
-    raise NotPossibleError("the collator draws, and rows of several micro-batches are dealt together")
+    raise NotPossibleError("the collator draws random numbers, and rows of several micro-batches are dealt together")
 
 
 def _rows_of(batch: Any, rows: list[int], size: int) -> Any:
