@@ -73,8 +73,8 @@ def test_four_ranks_train_as_one_process_and_say_their_shape(folder):
     assert "completions per step: 12 = 4 ranks x 3 completions x 1 accumulation" in text
     assert "completions per step: 12 = 4 ranks x 1 completions x 3 accumulation" in text
     assert len(re.findall(r"trained 2 steps in [\d.]+ s, of which ", text)) == len([*JOBS, SHAPED])
-    assert text.count("Grpo: each rank draws completions of its own, so this is another run than on one GPU") == 3
-    assert text.count("loss_type='bnpo': it is a mean over the micro-batches") == 1
+    assert text.count("Grpo: each rank generates completions, so the run differs from that on one GPU") == 3
+    assert text.count("loss_type='bnpo': the mean is over the micro-batches") == 1
     assert (
         len(re.findall(r"dealt in order: dealt by length, the gradient of step 1 differs by [\d.]+e-0[12]", text)) == 1
     )
@@ -86,8 +86,8 @@ def test_shape_and_a_loss_that_depends_on_it_are_said(folder):
     text = (folder / "2.txt").read_text()
     assert "completions per step: 12 = 2 ranks x 2 completions x 3 accumulation" in text
     assert "completions per step: 12 = 2 ranks x 3 completions x 2 accumulation" in text
-    assert "Grpo: each rank draws completions of its own, so this is another run than on one GPU" in text
-    assert text.count("loss_type='bnpo': it is a mean over the micro-batches") == 1
+    assert "Grpo: each rank generates completions, so the run differs from that on one GPU" in text
+    assert text.count("loss_type='bnpo': the mean is over the micro-batches") == 1
     assert re.search(r"completions dealt by length: gradient differs by \de-0[678]\n", text)
     assert re.search(r"completions dealt by length: \d+ % of the tokens", text)
 

@@ -71,7 +71,7 @@ OTHER_ROWS = "DivergenceError: The ranks' replicas differ after step {}: rows of
     [
         (
             "gradient",
-            f"{NOT_A_NUMBER}all losses were finite, not so the gradient of model.embed_tokens.weight.\n",
+            f"{NOT_A_NUMBER}all losses were finite, but not the gradient of model.embed_tokens.weight.\n",
             "",
             1,
         ),
@@ -160,7 +160,7 @@ def test_out_of_memory_on_a_rank_says_how_much_and_what_to_set(trainings):
 def test_stream_that_ends_earlier_on_a_rank_is_named(tmp_path):
     run = run_python([SCRIPT, "stream"], tmp_path, PLAIN)
     assert (
-        "unsloth_multigpu: rank 1 failed after step 5: DivergenceError: rank 1 has no more batches in step 6, and "
+        "unsloth_multigpu: rank 1 failed after step 5: DivergenceError: rank 1 has no more batches in step 6, but "
         "rank 0 has."
     ) in run.err
     assert run.code == 77

@@ -79,7 +79,7 @@ def test_ranks_train_on_what_the_server_draws_with_their_weights_and_a_signal_en
     port = server["argv"][server["argv"].index("--port") + 1]
     assert first["address"] == second["address"] == f"http://127.0.0.1:{port}"
     assert "generators=1: the server starts, its log is " in run.err
-    assert "Grpo: a server draws completions, so this is another run than on one GPU" in run.err
+    assert "Grpo: a server generates completions, so the run differs from that on one GPU" in run.err
 
     assert run.code == -signal.SIGTERM, run.err
     assert "stopped by SIGTERM after step" in run.err

@@ -149,7 +149,7 @@ def test_rank_that_has_no_more_batches_while_rank_0_has_or_the_other_way_round_i
         mine, its = iter(range(of_rank_0)), iter(range(of_rank_1))
         assert [first(mine), first(mine)] == [0, 1 if of_rank_0 > 1 else None]
         assert second(its) == 0
-        with pytest.raises(DivergenceError, match=f"rank {less} has no more batches in step 13, and rank {more} has"):
+        with pytest.raises(DivergenceError, match=f"rank {less} has no more batches in step 13, but rank {more} has"):
             second(its)
 
 

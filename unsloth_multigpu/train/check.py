@@ -1,4 +1,4 @@
-"""Checks each step of one training: is its gradient finite, has every rank a batch, was there enough memory?"""
+"""Checks each step of one training: is its gradient finite, does every rank have a batch, is there enough memory?"""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from unsloth_multigpu.words import listed
 
 logger = get_logger(__name__)
 
-# A run that leaves out more steps than this is no longer training.
+# A run that skips more steps in a row than this is no longer training.
 MAX_SKIPPED_IN_A_ROW = 10
 _EVALUATED = "a batch of the evaluation"
-# Losses or gradients that are named.
+# Losses or gradients that a message names.
 _MAX_NAMED = 3
 
 
 class StepCheck(Part):
-    """Checks in every step that the gradient norm is finite, and explains errors for lack of memory.
+    """Checks in every step that the gradient norm is finite, and explains out-of-memory errors.
 
     If gradients are synchronized before the optimizer steps, all ranks have the same gradient and decide alike without
     communication. Otherwise each rank checks its own gradient before it is sent. With a gradient scaler (fp16) nothing
@@ -53,7 +53,7 @@ class StepCheck(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Adds an explanation to an error for lack of memory."""
+        """Adds an explanation to an out-of-memory error."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -74,12 +74,12 @@ class StepCheck(Part):
         return seam != "compute_loss" and (seam != "clip_grad_norm_" or bool(self._trainer.args.max_grad_norm))
 
     def _batch_samples(self, original: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Trainer.get_batch_samples`: if ranks load samples of their own, all must have equally many."""
+        """Overrides `Trainer.get_batch_samples`: if each rank loads its own samples, all must have equally many."""
         batches = epoch_iterator if self._steps.has_one_order else self._followed(epoch_iterator)
         return original(batches, *args, **kwargs)
 
     def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches. Before the loop uses one, in a collective, this rank asks if rank 0 has one, too.
+        """Yields the batches. Before the loop uses one, this rank asks if rank 0 has one, too, as it uses collectives.
 
         Raises:
             DivergenceError: Only one of them has a batch.
@@ -91,8 +91,8 @@ class StepCheck(Part):
             if has_batch != bool(self._lead.follow(Moment.BATCH, int(has_batch), self._step - 1)):
                 less, more = (0, rank) if has_batch else (rank, 0)
                 raise DivergenceError(
-                    f"rank {less} has no more batches in step {self._step}, and rank {more} has.",
-                    hint="Let the data not depend on the rank: every rank reads the whole stream, and keeps its share.",
+                    f"rank {less} has no more batches in step {self._step}, but rank {more} has.",
+                    hint="The data must not depend on the rank: every rank reads the whole stream and keeps its share.",
                 )
             if not has_batch:
                 return
@@ -182,7 +182,7 @@ class StepCheck(Part):
             logger.warning("%s: left out on all ranks (%d so far)", fact, self._num_skipped)
 
     def _not_finite(self, norm: float) -> str:
-        """Describes, in one line, the present step, whose gradient norm is not finite. Collective if it is shared."""
+        """Describes the current step, whose gradient norm is not finite, in one line. Collective if it is shared."""
         trainer, rank = self._trainer, self._manager.identity.rank
         values = [float(loss) for loss in self._losses]
         mine = [(i, str(value)) for i, value in enumerate(values) if not math.isfinite(value)]
@@ -196,11 +196,11 @@ class StepCheck(Part):
         gradients = [(name, part_of(p.grad)) for name, p in trainer.model.named_parameters() if p.grad is not None]
         names = [name for name, gradient in gradients if not _values_of(gradient).isfinite().all()]
         if names:
-            return f"{fact}, not so the gradient of {listed(names, _MAX_NAMED)}"
+            return f"{fact}, but not the gradient of {listed(names, _MAX_NAMED)}"
         return fact if has_shards(trainer.model) else f"{fact}, and its sum of squares overflows"
 
     def _explain_memory(self, error: BaseException) -> None:
-        """Adds to an error for lack of memory where that was, what memory holds, and what to set. Leaves others."""
+        """Adds to an out-of-memory error its place, what memory holds, and what to set. Other errors stay unchanged."""
         from unsloth_multigpu.step.out_of_memory import advice, explain, filled, is_out_of_memory
 
         if not is_out_of_memory(error):

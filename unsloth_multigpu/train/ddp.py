@@ -30,8 +30,8 @@ _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
 # Unsloth's fused loss and its embeddings read the base weights of these modules, and ignore their LoRA.
 _READ_BY_WEIGHT = ("lm_head", "embed")
 _LIBRARIES = ("transformers.", "unsloth")
-# Attributes of a model that losses of scripts read of the wrapped model. Not modules and methods like `generate`: their
-# forward passes would bypass DDP, without an exchange of gradients.
+# Attributes of a model that losses of scripts read from the wrapped model. Not modules or methods such as `generate`:
+# their forward passes would bypass DDP, and gradients would not be exchanged.
 _READ_BY_SCRIPTS = (
     "config",
     "dtype",
@@ -53,12 +53,12 @@ class DDPWrapping(GradientExchange):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Undoes what `evaluate()` or another `strategy` did to prepare the model: accelerate prepares it only once."""
+        """Undoes how `evaluate()` or another `strategy` prepared the model, since accelerate prepares it only once."""
         model, wrapped = self._trainer.model, self._trainer.model_wrapped
         if not isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
             self._trainer.model_wrapped = model
             is_prepared = vars(model).pop("_is_accelerate_prepared", False)
-            if is_prepared and "_original_forward" in vars(model):  # Without mixed precision, which is applied again.
+            if is_prepared and "_original_forward" in vars(model):  # accelerate applies mixed precision again.
                 model.forward = vars(model).pop("_original_forward")
         with ExitStack() as self._hooks:
             yield
@@ -195,7 +195,7 @@ def names_outside_ddp(model: nn.Module) -> list[str]:
     therefore ignored: Unsloth leaves the originals of trained embeddings on the CPU, and accelerate does not move
     quantized models.
     """
-    # A PEFT model has this attribute from its base model, whose names are others. DDP reads it anyway.
+    # A PEFT model has this attribute from its base model, whose parameter names differ. DDP reads it anyway.
     others: list[str] = list(getattr(model, "_ddp_params_and_buffers_to_ignore", None) or ())
     kinds = {p.device.type for p in model.parameters() if p.requires_grad}
     frozen = [(name, p) for name, p in model.named_parameters() if kinds and not p.requires_grad]
@@ -226,8 +226,8 @@ def uses_every_parameter(model: nn.Module) -> bool:
     """True if each trainable parameter certainly gets a gradient in every step, so that DDP need not search the graph.
 
     This is certain for dense text models by their config, if all parameters are trained, or LoRA on some of them. It is
-    not for models with conditional modules, without a config, or of a class that is not transformers'; for several
-    adapters; and for LoRA on embeddings or the output head.
+    not certain for models with conditional modules, without a config, or of a class that is not transformers'; for
+    several adapters; and for LoRA on embeddings or the output head.
     """
     config: Any = getattr(model, "config", None)  # PEFT has the attributes of the base model.
     # Unsloth compiles classes into its modules. Nothing is known of a class of the script.

@@ -1,4 +1,4 @@
-"""Evaluations with the results of one process: ranks share its batches, and have rank 0's buffers and metrics."""
+"""Evaluations with the results of one process: ranks share its batches, and use rank 0's buffers and metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unsloth_multigpu.words import listed
 
 logger = get_logger(__name__)
 
-_PADDING = -100  # As in the loop.
+_PADDING = -100  # As in the Trainer's loop.
 
 
 class Evaluation:
@@ -38,7 +38,7 @@ class Evaluation:
         self._trainer = trainer
         self._manager = manager
         self._share = share
-        # Results of the last batch are truncated, as by accelerate in one process. `Seq2SeqTrainer` does not.
+        # accelerate truncates the results of the last batch, also in one process. `Seq2SeqTrainer` does not let it.
         self._cuts_last = trainer.gather_function != trainer.accelerator.gather
         self._num_done = self._num_rows = 0
         self._noted: list[dict[str, list[float]]] = []
@@ -155,7 +155,7 @@ def _alone(name: str, _original: Any, tensor: Any, *_args: Any, **_kwargs: Any) 
 
 
 class EqualEvaluations(Part):
-    """Gives all ranks rank 0's buffers before an evaluation and at the end of a training, and callbacks its metrics.
+    """Gives all ranks rank 0's buffers before an evaluation and after a training; gives callbacks rank 0's metrics.
 
     DDP copies rank 0's buffers at the start of a step, so they differ again after it. A warning names buffers that the
     training has changed: their values are not those of one process, because each rank has seen only its own samples.
@@ -203,7 +203,7 @@ class EqualEvaluations(Part):
             if changed:
                 logger.warning(
                     "training changes buffers of the model. They are not those of one process: each rank changes its "
-                    "own by its samples, and rank 0's count, as with DDP: %s",
+                    "own by its samples, and rank 0's are used, as with DDP: %s",
                     listed(changed),
                 )
         ranks = self._manager.gather_json({name: [list(b.shape), str(b.dtype)] for name, b in buffers.items()})

@@ -49,7 +49,7 @@ _IN_REPORT = {
     Phase.COMPILE: "compilation",
 }
 
-# Prefix of logged figures. The console shows them in one of so many lines, because they triple its length.
+# Prefix of logged figures. The console shows them in one of `_LINES` lines, because they triple a line's length.
 _PREFIX, _LINES = "multigpu/", 10
 
 
@@ -148,7 +148,7 @@ class Meter(Part):
         )
 
     def report_alone(self) -> RunReport:
-        """Returns the report of a process that is not steered."""
+        """Returns the report of a process whose training has no other parts of this package."""
         train_s = time.monotonic() - self._called_s
         mine = self.report((self._num_steps, 0, self._num_micro_batches), train_s, None)
         return RunReport((mine,), max_steps=self.figures.max_steps, resumed_step=self.resumed_step)
@@ -217,7 +217,7 @@ class TokenCount:
             self._counted = self._counted + (torch.count_nonzero(mask) if is_masked else ids.numel())
 
     def end_step(self) -> None:
-        """Adds the step. Called when the loop has just waited for the gradient, so that nothing waits here."""
+        """Adds the step. Called when the loop has just waited for the gradient, so this does not wait."""
         if self._num_elements:
             self.num_tokens = int(self._counted)
             self.num_padding_tokens = self._num_elements - self.num_tokens
@@ -352,7 +352,7 @@ def _device_names(device: torch.device) -> tuple[str, str]:
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Returns bytes now and at the peak: those that torch has allocated on a device, or those of the process."""
+    """Returns current and peak bytes: allocated by torch on a device, or resident memory of the process on the CPU."""
     if device.type != "cpu":
         try:
             counters: Mapping[str, int] = torch.get_device_module(device).memory_stats(device)

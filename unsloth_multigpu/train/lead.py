@@ -81,7 +81,7 @@ class Lead:
         return f"lead/{self._training}"
 
     def follow(self, moment: Moment, flags: int, step: int) -> int:
-        """Returns rank 0's flags at a point that all ranks reach in the same order. `flags` are this rank's.
+        """Returns rank 0's flags at one of the points that all ranks reach in the same order. `flags` are this rank's.
 
         Raises:
             RankTimeoutError: Rank 0 did not reach this point.
@@ -114,7 +114,7 @@ class Lead:
     def _wait(self, index: int, moment: Moment, step: int) -> list[str]:
         """Waits for rank 0, which may be slower, or busy in a callback."""
         what, manager = f"rank 0 to reach {moment.value} after step {step}", self._manager
-        # A rank that has its batch is ahead of rank 0, as in the all-reduce in which it would wait otherwise. At the
+        # A rank with a batch is ahead of rank 0, as in the all-reduce in which it would otherwise wait for it. At the
         # end, rank 0 may still upload, and the watchdog does not limit that.
         phase = {Moment.BATCH: Phase.COMPUTE, Moment.END: Phase.ENDED}.get(moment, Phase.AGREE)
         limit_s = _UPLOAD_LIMIT_S if moment is Moment.END else manager.config.timeout_s
@@ -159,7 +159,7 @@ class OneDecision(Part):
             fact = "a callback of rank %d has set control.%s, and none of rank 0 did: rank 0's decision counts"
             logger.warning(fact + ". Let the callback decide alike on all ranks", self._manager.rank, lost)
         if self._postponed:
-            logger.warning("%s came too late for another step", _names(self._postponed))
+            logger.warning("control.%s had no effect: the training ended before", _names(self._postponed))
 
     def on_log(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # A script may log on one rank only. The first call after a step is the loop's own, on all ranks.
@@ -220,7 +220,7 @@ class Preemption(Part):
 
     Attributes:
         signal_number: The signal on which the ranks are stopping, 0 = none.
-        cuts_off_evaluation: They stop before or in an evaluation of the loop, which a resumed training makes.
+        cuts_off_evaluation: They stop before or in an evaluation of the loop. A resumed training then runs it.
     """
 
     place = "preemption"

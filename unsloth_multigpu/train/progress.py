@@ -1,4 +1,4 @@
-"""What the supervisor learns of a training: its phases in the heartbeat, and its steps, whose weights are compared."""
+"""Reports a training to the supervisor: phases in the heartbeat, and steps, after which weights are compared."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Progress(Part):
             self.events.write(kind, **facts)
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # The loop then loads the states that a checkpoint has, which may be of fewer ranks.
+        # The loop then loads the random states in a checkpoint, which may be of fewer ranks.
         rank = self.manager.identity.rank
         if rank > 0 or state.global_step > 0:
             seed_all(args.seed + rank + state.global_step)

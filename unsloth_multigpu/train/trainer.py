@@ -48,7 +48,7 @@ class DDPTrainer:
         training: Number of earlier calls of `train()` in this process.
 
     Attributes:
-        of_tool: The part of the run's tool, if it has one. It is also attached if another kind of parallelism trains.
+        of_tool: The part of the run's tool, if it has one. Also attached if the training is left to a library.
         report: Figures of the training, after it has ended.
     """
 
@@ -141,22 +141,22 @@ class DDPTrainer:
         Raises:
             SetupError: The trainer makes its own batches, and an option does not allow that.
         """
-        name, draws = type(self.trainer).__name__, hasattr(self.trainer.args, "steps_per_generation")
+        name, generates = type(self.trainer).__name__, hasattr(self.trainer.args, "steps_per_generation")
         is_planned = self.config.balance != "off" and self.config.is_synchronous and self.config.keeps_global_batch
         if self._deals_steps():
             self.parts.append(self.steps)
         elif self.config.sequence_parallel > 1:
             raise SetupError(
-                f"sequence_parallel shares samples that are dealt, and {name} makes its own.",
+                f"sequence_parallel needs samples that this package divides, but {name} makes its own.",
                 hint="Leave sequence_parallel out for this trainer.",
             )
-        elif draws and is_planned and not self._is_alone:
+        elif generates and is_planned and not self._is_alone:
             from unsloth_multigpu.step.completions import CompletionDeal
 
             self.parts.append(CompletionDeal(self.trainer, self.manager, self.steps, self._beat))
         if not self._is_alone and self.manager.identity.rank == 0 and draws_completions(self.trainer):
-            who = "a server draws completions" if self.config.generators else "each rank draws completions of its own"
-            logger.info("%s: %s, so this is another run than on one GPU", name, who)
+            who = "a server generates completions" if self.config.generators else "each rank generates completions"
+            logger.info("%s: %s, so the run differs from that on one GPU", name, who)
 
     def _step_aside(self, others: list[str]) -> None:
         """Warns that another kind of parallelism runs the training, with the resulting size of an optimizer step.
@@ -218,8 +218,8 @@ class DDPTrainer:
             )
         if str(getattr(args, "train_sampling_strategy", "")) == "batch_rebalance" and self.config.keeps_global_batch:
             raise SetupError(
-                "train_sampling_strategy='batch_rebalance' chooses the samples of each rank itself, other ones than on "
-                "one GPU.",
+                "train_sampling_strategy='batch_rebalance' chooses the samples of each rank, and they differ from "
+                "those on one GPU.",
                 hint="Remove train_sampling_strategy, or set global_batch='scale'.",
             )
 

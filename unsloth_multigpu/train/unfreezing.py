@@ -29,7 +29,7 @@ def follow(trainer: TrainerLike, manager: DDPManager, ddp: Any, training: int, n
 
     Raises:
         DivergenceError: A rank has changed other parameters, or none.
-        SetupError: As `rebuild_ddp`.
+        SetupError: See `rebuild_ddp`.
     """
     wanted, step = exchanged_of(ddp.module), trainer.state.global_step
     added, removed = wanted - ddp.exchanged, ddp.exchanged - wanted
@@ -56,7 +56,7 @@ def _disagreement(manager: DDPManager, training: int, number: int, change: str) 
     Returns:
         Which rank has made another change, or none; "" if there is no such rank.
     """
-    # Two keys in turn are enough: a rank starts change n + 2 after all ranks made change n + 1, so have read n.
+    # Two keys in turn are enough: a rank starts change n + 2 after all ranks have made n + 1, so all have read n.
     key, begin = f"trained/{number % 2}", f"{training}/{number} "
     manager.publish(f"{key}/{manager.rank}", begin + change)
 
@@ -111,8 +111,8 @@ def refusal(trainer: TrainerLike, added: Set[int], strategy: str) -> SetupError:
         who = "FSDP"
     else:
         return SetupError(
-            f"{names} came out of step {step} unsharded: a part of the model was called by itself (model.model(...), "
-            "say). FSDP2 shards weights again only after a call of the complete model.",
+            f"{names} came out of step {step} unsharded: a part of the model was called by itself, for example by "
+            "model.model(...). FSDP2 shards weights again only after a call of the complete model.",
             hint="Call the model itself, in callbacks and in the loss.",
         )
     return SetupError(
