@@ -81,7 +81,7 @@ def test_arguments_that_ask_for_no_server_or_another_one_are_refused(given, mess
 
 def test_unsloth_and_an_old_trl_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
-    with pytest.raises(SetupError, match="Unsloth's generate in each process"):
+    with pytest.raises(SetupError, match="with Unsloth, each process generates by itself"):
         server().name_in(Arguments())
     monkeypatch.setattr(server_patches, "check_version", lambda _: SimpleNamespace(ok=False))
     with pytest.raises(VersionError, match=r"generators=1 needs trl>=0\.28"):
@@ -98,7 +98,7 @@ def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path, monkeypatch)
     monkeypatch.setattr(generation_server, "answers", lambda port: port == 20000)
     use(server(tmp_path, 1), "tiny")
     assert set(os.environ["no_proxy"].split(",")) == {"local", "127.0.0.1"}
-    with pytest.raises(ConfigError, match="by its name, and it has none"):
+    with pytest.raises(ConfigError, match="by its name, but the model has none"):
         use(server(tmp_path), "")
 
 
@@ -110,7 +110,7 @@ def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path, monkeypa
     monkeypatch.setattr(generation_server, "answers", lambda _: True)
     use(used, "tiny")
     used.check_use(None)
-    with pytest.raises(SetupError, match="a second Trainer asks for it"):
+    with pytest.raises(SetupError, match="a second Trainer requests it"):
         use(used, "tiny")
 
 

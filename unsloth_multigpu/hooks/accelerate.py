@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _SUPPORTS = "accelerate>=1.4"
-_PASSED_ON = ("accelerate.", "unsloth_multigpu.")  # Between a call of `Accelerator()` and its patch.
+_PASSED_ON = ("accelerate.", "unsloth_multigpu.")  # Modules between a call of `Accelerator()` and our patch of it.
 _INFERS_DEVICE = ("peft.peft_model:infer_device", "peft.utils.save_and_load:infer_device")
 
 
@@ -99,7 +99,7 @@ def _checked(original: Callable[..., bool], /, *args: Any, **kwargs: Any) -> boo
 
 
 def _met(device_index: int, original: Callable[..., None], /, self: Any) -> None:
-    """Uses the device of a rank that sees one card. The barrier would take the one with the local rank's index."""
+    """Makes the barrier use the device of a rank that sees one card. It would take the local rank's index for it."""
     if not self.use_distributed:
         original(self)
         return
@@ -109,5 +109,5 @@ def _met(device_index: int, original: Callable[..., None], /, self: Any) -> None
 
 
 def _named(device_index: int, original: Callable[[], str], /) -> str:
-    """Names the rank's device. safetensors takes "cuda" as "cuda:0", where all ranks would load their adapters."""
+    """Returns the rank's device with its index. safetensors takes "cuda" as "cuda:0": all ranks would load there."""
     return f"{original()}:{device_index}"

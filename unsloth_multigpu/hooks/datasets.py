@@ -36,7 +36,7 @@ class _MapOrder:
 
     A call is identified by the data's fingerprint, the function's hash and the arguments. If these differ between ranks
     (for example, if the function cannot be hashed), each rank runs its own map. The other ranks take over the state of
-    the global random generators. Other side effects of the function happen on the first rank only.
+    the global random generators. Other side effects of the function occur on the first rank only.
     """
 
     def __init__(self, run_dir: str | None, get_manager: Callable[[], DDPManager | None]) -> None:
@@ -97,8 +97,8 @@ class _MapOrder:
         """Waits for the first rank, and returns its random state after this call."""
 
         def read() -> str | None:
-            # Once the first rank has passed its call with this number, it will not make this call any more. Where only
-            # this rank runs this part of a notebook's cell, no other rank needs the result.
+            # Once the first rank has finished its call with this number, it will no longer make this call. If only this
+            # rank runs this part of a notebook's cell, no other rank needs the result.
             is_past = manager.is_published(call) or manager.is_abandoned()  # Asked first: it publishes `key` before.
             found = manager.read(key)
             return found if found is not None else "" if is_past else None
@@ -139,5 +139,5 @@ def _call_hash(dataset: Any, function: Any, args: tuple[Any, ...], kwargs: dict[
     try:
         return str(Hasher.hash((dataset._fingerprint, Hasher.hash(function), args[1:], what)))
     except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
-        logger.info("Dataset.map: each rank does its own work, the function cannot be hashed (%s)", error)
+        logger.info("Dataset.map: each rank maps for itself, because the function cannot be hashed (%s)", error)
         return None

@@ -64,7 +64,7 @@ class SaveGate:
         self._get_manager = get_manager
         self._is_inside = False
         self._is_writer = rank == 0
-        # The whole weights of the sharded model that is being saved, on rank 0.
+        # On rank 0: the gathered weights of the sharded model that is being saved.
         self._state: dict[str, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -72,11 +72,11 @@ class SaveGate:
         return str, (type(self).__name__,)
 
     def once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Lets only rank 0 write, or upload. All ranks would write one folder at once, and read unfinished files."""
+        """Lets only rank 0 write or upload. Otherwise all ranks write one folder at once, and read unfinished files."""
         return self._save(original, args, kwargs, runs_everywhere=False)
 
     def after_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Makes the other ranks wait for rank 0, which alone saves: they would read a folder that is not there yet."""
+        """Makes the other ranks wait for rank 0, which alone saves, so that they can read the folder afterwards."""
         return self._save(original, args, kwargs, runs_everywhere=True)
 
     def learn_of_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ class SaveGate:
         """Publishes that this rank's script has ended, since others may wait for it to save a sharded model."""
         dist, manager = sys.modules.get("torch.distributed"), self._get_manager()
         if manager is None or dist is None or not dist.is_initialized():
-            return  # It has trained nothing with them.
+            return  # This rank has not opened a process group, so no other rank waits for it.
         manager.saves.leave()
 
 

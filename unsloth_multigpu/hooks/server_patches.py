@@ -75,13 +75,13 @@ class GenerationServer:
             )
         if "unsloth" in sys.modules:
             raise SetupError(
-                f"{self._asked} is for TRL's own models; Unsloth's generate in each process.",
+                f"{self._asked} is for TRL's trainers alone: with Unsloth, each process generates by itself.",
                 hint="Leave generators out, and set fast_inference=True for an engine on each GPU.",
             )
         if not args.use_vllm or args.vllm_mode != "server":
             raise ConfigError(
-                f"{self._asked}, but use_vllm={args.use_vllm} and vllm_mode={args.vllm_mode!r}: nothing is asked of a "
-                "server.",
+                f"{self._asked}, but use_vllm={args.use_vllm} and vllm_mode={args.vllm_mode!r}: the Trainer would "
+                "use no server.",
                 hint='Set use_vllm=True and vllm_mode="server", or leave generators out.',
             )
         ours = {"vllm_server_base_url": f"http://{_HOST}:{self._port}", "vllm_group_port": self._port + 1}
@@ -100,8 +100,8 @@ class GenerationServer:
         """Starts the server of generators=N, since the model of the Trainer is known here."""
         if self._is_used:
             raise SetupError(
-                "generators: the server holds the weights of one Trainer, and a second Trainer asks for it.",
-                hint="Train it in a run of its own.",
+                "generators: the server holds the weights of one Trainer, but a second Trainer requests it.",
+                hint="Train the second one in another run.",
             )
         self._await_server(inspect.signature(original).bind(generation, *args, **kwargs).arguments)
         self._is_used = True
@@ -119,7 +119,7 @@ class GenerationServer:
         if not wait_until(lambda: answers(self._port), deadline_s, poll_s=_LOOK_S):
             raise RankTimeoutError(
                 f"generators: no server answered within twice timeout_s={self._timeout_s:g} s.",
-                hint="Let all ranks make the Trainer.",
+                hint="Create the Trainer on all ranks.",
             )
 
 
@@ -128,7 +128,7 @@ def _command_of(given: Mapping[str, Any]) -> list[str]:
     model = given["model"].name_or_path
     if not model:
         raise ConfigError(
-            "generators: the server loads the Trainer's model by its name, and it has none.",
+            "generators: the server loads the Trainer's model by its name, but the model has none.",
             hint="Load the model from a folder or from the Hub.",
         )
     values = {

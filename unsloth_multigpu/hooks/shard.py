@@ -126,7 +126,7 @@ class ShardedLoading:
         return result
 
     def _placed(self, original: Callable[..., Any], quantizer: Any, /, model: Any, **kwargs: Any) -> Any:
-        """Names the rank's device in the device map: accelerate trains no other 4-bit model."""
+        """Sets the device map to the rank's device: accelerate refuses to train a 4-bit model without that."""
         model = original(quantizer, model, **kwargs)
         model.hf_device_map = {"": self.device}
         return model

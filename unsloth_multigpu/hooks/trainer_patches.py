@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 _SUPPORTS = "transformers>=4.57,<6"
 _TRAINER = "transformers.trainer:Trainer"
 _DEFAULT_DDP_TIMEOUT_S = 1800
-# Classes of arguments for which Unsloth generates an `__init__` that raises the batch by the number of processes.
+# Classes of arguments for which Unsloth generates an `__init__` that multiplies the batch by the number of processes.
 _RAISED_BY_UNSLOTH = (
     "trl.trainer.grpo_config:GRPOConfig.__init__",
     "trl.trainer.rloo_config:RLOOConfig.__init__",
@@ -41,7 +41,7 @@ _DIVIDED = "_unsloth_multigpu_divided"
 
 @dataclass(eq=False)
 class TrainerHooks:
-    """Replacements for methods of `transformers.Trainer` and of its arguments, in one session, which steers `train`."""
+    """Replacements for methods of `transformers.Trainer` and of `TrainingArguments`, in one session."""
 
     session: Session
 
@@ -50,7 +50,7 @@ class TrainerHooks:
         server, has_ranks = self.session.server, self._world_size > 1
         # transformers lets accelerate read the rank here.
         adjusted = functools.partial(_told_world_size, self._world_size, self._adjusted_arguments)
-        reason = "Options of enable_multi_gpu() that are arguments of the Trainer; batches that TRL checks at once."
+        reason = "Sets arguments that are options of enable_multi_gpu(), and divides batches before TRL checks them."
         return [
             Patch(f"{_TRAINER}.train", _SUPPORTS, self._steered_train),
             *(self._patches_of_ranks() if has_ranks else []),
@@ -64,7 +64,7 @@ class TrainerHooks:
 
     def _patches_of_ranks(self) -> list[Patch]:
         as_one = functools.partial(_told_world_size, 1)
-        reason = "Keeps Unsloth from raising the batch by the number of processes: the ranks divide that of one."
+        reason = "Keeps Unsloth from multiplying the batch by the number of processes: ranks divide that of one."
         raised = functools.partial(Patch, wrap=as_one, reason=reason, optional=True, after="unsloth.models.llama")
         return [
             Patch(f"{_TRAINER}.evaluation_loop", _SUPPORTS, self._evaluated_by_batch),
@@ -114,7 +114,7 @@ class TrainerHooks:
         return original(*args, **kwargs)
 
     def _whole_for_readers(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any, **kw: Any) -> Any:
-        """Gives a script the batches of one process, to read or count them. Trainings and evaluations divide them."""
+        """Gives a script that reads or counts batches those of one process. Trainings and evaluations divide them."""
         from unsloth_multigpu.deal.one_process import is_being_dealt
         from unsloth_multigpu.train.trainer import counts_as_one_process
 
@@ -193,7 +193,7 @@ class TrainerHooks:
 
 
 def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function while WORLD_SIZE, if it is set, has this value."""
+    """Calls a function with the environment variable WORLD_SIZE, if it is set, changed to this value."""
     from accelerate.utils import patch_environment
 
     with patch_environment(WORLD_SIZE=world_size) if "WORLD_SIZE" in os.environ else nullcontext():
@@ -203,8 +203,8 @@ def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, *
 def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
     """Returns the patch that stops a training which `unsloth-multigpu verify` does not record."""
     error = SetupError(
-        "verify cannot follow this training and does not begin it: enable_multi_gpu() is not in effect.",
-        hint="Let the script call it on every way to train(), or take it out: verify then does it.",
+        "verify cannot follow this training, and so refuses it: enable_multi_gpu() is not in effect.",
+        hint="Let the script call it before every train(), or not at all: verify then calls it.",
     )
     reason = "Refuses a training that verify does not record: it would run to its end and overwrite saved files."
     return Patch(f"{_TRAINER}.train", _SUPPORTS, functools.partial(_refused_unless, is_followed, error), reason)
@@ -222,7 +222,7 @@ def unsteered_train_patch(is_lone: Callable[[], bool]) -> Patch:
         hint="Call it in the function that multiprocessing starts, once RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT are set; or start the script with `python train.py` and without spawn.",
     )
-    reason = "Refuses the training of a rank that is taken for a helper process: it would train by itself."
+    reason = "Refuses the training of a rank that was taken for a helper process: it would train by itself."
     refused = functools.partial(_refused_unless, is_lone, error)
     return Patch(f"{_TRAINER}.train", _SUPPORTS, refused, reason, optional=True)
 
@@ -238,7 +238,7 @@ def _refused_unless(
 def _refused_search(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Refuses a search: one rank would choose the trials, and the others would wait for it without a limit."""
     raise SetupError(
-        "hyperparameter_search on several ranks: its trials are chosen by one process.",
+        "hyperparameter_search does not work on several ranks: only one process chooses the trials.",
         hint="Set num_gpus=1, or let a study of your own start one run of all ranks for each trial.",
     )
 

@@ -46,7 +46,7 @@ class Placement:
     shards: bool = False
 
     def patches(self) -> list[Patch]:
-        """Patches of the functions that load models, not for CPU ranks, and that write trained embeddings to a file."""
+        """Returns patches of functions that load models (not on CPU ranks) or write trained embeddings to a file."""
         loaders = {} if self.device_type == "cpu" else _LOADERS
         found = [Patch(target, supports, self._placed, optional=True) for target, supports in loaders.items()]
         if self.num_ranks > 1:
@@ -60,14 +60,14 @@ class Placement:
         is_splitting, places = str(given) in _SPLITTING, _places(given)
         if self.shards and (is_splitting or (len(places) > 1 and not places & _OFF_DEVICE)):
             kwargs["device_map"] = {"": self.local_rank}
-            logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
+            logger.info("device_map=%r is not used: FSDP2 divides each layer between the ranks", given)
         elif given is not None:
             kwargs["device_map"] = local_device_map(given, self.device_type, self.local_rank)
         # In one process such a map splits the model.
         if self.num_ranks > 1 and self.rank == 0 and not self.shards and is_splitting:
             logger.warning(
-                "device_map=%r does not split the model here: each rank has one card and loads all of it there. Where "
-                "it does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
+                "device_map=%r does not split the model here: each rank loads the whole model on its own card. If it "
+                "does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
                 given,
             )
         with self._explained():
@@ -75,7 +75,7 @@ class Placement:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Adds the numbers and what would fit to the error of a model that the rank's device cannot hold."""
+        """Adds memory figures and advice to the error about a model that the rank's device cannot hold."""
         import torch
 
         from unsloth_multigpu.step.out_of_memory import explain, filled, loading_advice, num_refused
@@ -92,7 +92,7 @@ class Placement:
             raise
 
     def _offloaded_apart(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Writes one file per rank. In a shared file, which other ranks have mapped, their weights would change."""
+        """Writes one file per rank. In a shared file, which other ranks have mapped, it would change their weights."""
         given = inspect.signature(original).bind(*args, **kwargs)
         given.apply_defaults()
         # The name as well: for a model in a folder, Unsloth writes into that folder.
