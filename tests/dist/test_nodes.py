@@ -89,7 +89,7 @@ def test_ranks_choose_the_same_on_all_nodes_and_take_the_interface_that_leads_to
 def test_cut_wire_ends_both_nodes_and_says_what_is_lost(outcome):
     for run, here, there in zip(outcome.runs, ("0, 1", "2"), ("2", "0, 1"), strict=True):
         assert run.code == 124
-        lost = f"node \\d \\(ranks? {there}\\) has not been heard for \\d+ s: the connection is gone, or that machine"
+        lost = f"node \\d \\(ranks? {there}\\) has not reported for \\d+ s: the connection is gone, or that machine"
         # Where it was cut: in a collective, or in the look into the store after a step.
         waits = r"all ranks of this node make no progress for \d+ s \(.*\)"
         assert re.search(f"{waits}; {lost}", run.err), run.err

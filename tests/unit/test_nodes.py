@@ -138,7 +138,7 @@ def test_node_that_is_silent_is_counted_and_given_up(node):
     meet(first, second)
     began_s = time.monotonic()
     second._exchange = lambda store, place: None
-    assert first.finish(lambda: False) == "node 1 (rank 1) has not been heard for 1 s"
+    assert first.finish(lambda: False) == "node 1 (rank 1) has not reported for 1 s"
     (silent_s,) = first.unheard_s().values()
     assert 1.0 < silent_s < time.monotonic() - began_s + 1.0
 

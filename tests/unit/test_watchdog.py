@@ -145,7 +145,7 @@ def test_node_that_is_not_heard_is_named():
     # Logging between two steps and evaluating gather from all ranks, and have their own limits.
     for phase, factor in ((Phase.EVALUATE, 5), (Phase.COMPUTE, 1)):
         assert judge(beat(phase, still_s=factor * LIMIT_S - 0.1), unheard_s=11) is None
-        expect(judge(beat(phase, still_s=factor * LIMIT_S + 0.1), unheard_s=11), None, "has not been heard")
+        expect(judge(beat(phase, still_s=factor * LIMIT_S + 0.1), unheard_s=11), None, "has not reported for")
     # It is not missed while a rank here is busy, and longer than it may be.
     assert judge(waits(), beat(Phase.SAVE, collective=40), unheard_s=11) is None
     expect(judge(waits(), beat(Phase.DATA, collective=40), unheard_s=11), 1, "rank 1 hangs")
@@ -162,7 +162,7 @@ def test_cut_wire_is_named_whatever_the_ranks_of_this_node_do():
     assert judge(asks, waits(collective=42), unheard_s=9) is None
     # A rank that is behind by itself is blamed, and the lost node is told as well.
     behind = beat(Phase.DATA, collective=40)
-    expect(judge(waits(), behind, unheard_s=11), 1, "rank 1 hangs", "; node 1 (ranks 2, 3) has not been heard for 11 s")
+    expect(judge(waits(), behind, unheard_s=11), 1, "rank 1 hangs", "; node 1 (ranks 2, 3) has not reported for 11 s")
 
 
 def test_hang_timeout_of_zero_judges_nothing():

@@ -13,8 +13,8 @@ from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import Heartbeat
 from unsloth_multigpu.words import signal_name
 
-# Errors of gloo, NCCL and similar backends, and of the store, raised because *another* rank is gone: a consequence, not
-# the cause.
+# Errors of gloo, NCCL and similar backends, and of the store. They are raised because *another* rank is gone: a
+# consequence, not the cause.
 _COMMUNICATION_ERROR = re.compile(
     r"gloo/transport|Connection (closed|reset|refused)|connectFullMesh|[NXH]CCL|oneCCL|DistBackendError"
     r"|DistNetworkError|DistStoreError|Timed out waiting|Broken pipe|Socket Timeout|RankTimeoutError",
@@ -43,11 +43,11 @@ _LIKELY = {
 }
 
 _OF_NCCL = re.compile(r"NCCL|DistBackendError")
-# NCCL's description. It follows a place in torch's sources and NCCL's kind of failure.
+# NCCL's own description of an error. Before it stand a place in torch's sources and the kind of failure.
 _LAST_ERROR = re.compile(r"^Last error:[ \t]*\n?[ \t]*(\S[^\n]*)", re.MULTILINE)
 _INTERFACE = "Set NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes (`ip route get ADDRESS`)"
 
-# NCCL says it of a lost rank, too. Its other known failures occurred on the rank that reports them.
+# NCCL reports this for a lost rank, too. Its other known failures occurred on the rank that reports them.
 _TIMED_OUT = r"connect\b[^\n]*timed out"
 # Known failures of NCCL: a regular expression that finds one in an error, and what to do.
 _REMEDIES = {
@@ -114,8 +114,8 @@ def find_cause(
     own = [e for e in exceptions if not _is_communication_error(e)]
     if own:
         return _from_exception(next((e for e in own if not _SECOND_HAND.match(_error(e))), own[0]))
-    # An exiting rank may end only after the connection error that it causes on another rank, perhaps by the signal for
-    # the survivors.
+    # An exiting rank causes a connection error on another rank, and may end only after it, perhaps by the signal that
+    # the supervisor sends to the survivors.
     leaving = {e.rank for e in events if e.kind == "exiting" and exceptions and e.time_s < exceptions[0].time_s}
     codes = {rank: exit_codes.get(rank, 0) for rank in {*gone, *exit_codes, *leaving}}
     ended = {r for r, code in codes.items() if code >= 0 or (r in leaving and code in _SENT_TO_SURVIVORS)}
@@ -151,7 +151,7 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
     for event in events:
         before = last.get(event.rank)
         is_repeated = event.kind == "exiting" and before is not None and before.kind in ("left_training", "exception")
-        # A hang or a refusal does not tell where a rank is.
+        # A hang or a refusal does not show where a rank is.
         if not is_repeated and event.kind not in (HANG, "refused"):
             last[event.rank] = event
     waits = {r for r, e in last.items() if e.kind in ("training", "meeting") or _is_communication_error(e)}
@@ -177,7 +177,7 @@ def _error(event: Event) -> str:
 
 
 def _is_communication_error(event: Event) -> bool:
-    # Failures of NCCL itself look like broken connections. Our own error about memory may contain such text, too.
+    # Failures of NCCL itself look like broken connections. Our own error about memory may contain such texts, too.
     is_own = "ran out of memory" in _error(event) or _find_failure(_error(event)) not in (None, _TIMED_OUT)
     return not is_own and bool(_COMMUNICATION_ERROR.search(_error(event)))
 

@@ -35,7 +35,7 @@ _HOST = "127.0.0.1"
 # Below Linux's ephemeral ports, which other connections may take before the server listens.
 _PORTS = range(20000, 32000)
 _ANSWER_S = 1.0
-# From SIGTERM to SIGKILL, while vLLM ends its workers.
+# Time from SIGTERM to SIGKILL, in which vLLM ends its workers.
 _END_LIMIT_S = 10.0
 
 
@@ -51,7 +51,7 @@ class GenerationServer:
 
     Attributes:
         port: Its port, which rank 0 has chosen from its context.
-        error: Why it cannot serve any more.
+        error: Why it can no longer serve; None as long as it can.
     """
 
     config: MultiGPUConfig

@@ -117,14 +117,14 @@ class DDPLauncher:
         return self._conclude(attempt, watch, trouble)
 
     def _watch_ranks(self, ranks: Ranks, watch: Watch) -> str:
-        """Waits until all ranks of this node have ended. Returns the trouble elsewhere that ended them, or ""."""
+        """Waits until all ranks of this node have ended. Returns why another node or the server ended them, or ""."""
         trouble = ""
         try:
             while ranks.living():
                 events = watch.look()
                 if (signal_number := self.stop.turn(events)) is not None:
                     ranks.send(signal_number)
-                # A signal that stops the run may have reached the server, too: its end is no failure then.
+                # A signal that stops the run may also reach the server, whose end is then not a failure.
                 server_error = "" if self.stop.signal_number else self.server.turn(events)
                 if not trouble and not watch.has_failed and (trouble := self.meeting.trouble() or server_error):
                     watch.must_end = True
@@ -133,7 +133,7 @@ class DDPLauncher:
         except OSError as error:
             raise LaunchError(
                 f"The supervisor can no longer watch its ranks, so it ended them ({type(error).__name__}: {error}).",
-                hint=f"If a clean-up deleted files in {self.run_dir}, exclude this folder from it.",
+                hint=f"If a clean-up job deleted files in {self.run_dir}, exclude this folder from it.",
             ) from error
         return trouble
 
@@ -236,6 +236,6 @@ def rank_environment(
         **socket_interfaces(config),
         **({} if config.device == "cpu" else allocator_variables(environment)),
     }
-    # PYTHONHASHSEED=random asks for any order, but the ranks need the same one.
+    # PYTHONHASHSEED=random allows any order, but all ranks need the same one.
     is_unset = {name: environment.get(name, "") in ("", "random") for name in defaults}
     return {**{name: value for name, value in defaults.items() if is_unset[name]}, **context.variables()}

@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 PERIOD_S = 1.0
 # A call to a store that can be reached takes milliseconds.
 CALL_LIMIT_S = 15.0
-# How long a leaving node waits until the others have seen it.
+# How long a node that leaves waits until the others have seen that.
 GOODBYE_LIMIT_S = 3.0
 _POLL_S = 0.05
 _NAME_POLL_S = 1.0
@@ -100,11 +100,11 @@ def serve_store(host: str, port: int) -> TCPStore | None:
 class Meeting:
     """Connects this node with the other nodes. Node 0 serves the store at `rdzv_endpoint` and the ranks' stores.
 
-    With several nodes a thread talks to the store, because a call may block for minutes after a machine has vanished.
+    With several nodes a thread calls the store, because a call may block for minutes after a machine has vanished.
     Only the main thread replaces `_own`, only the other thread the attributes that it reads from the store.
 
     Attributes:
-        draws: This process's `random_state.read_draws`; after `meet` that of the node that came first.
+        draws: Result of `random_state.read_draws` in this process; after `meet`, in that of the node that came first.
         node: Number of this node; None until it has one.
 
     Raises:
@@ -156,7 +156,7 @@ class Meeting:
         return self._error is not None or (self._sent is self._own and not is_needed)
 
     def meet(self, attempt: int, is_stopped: Callable[[], bool]) -> RankIdentity | None:
-        """Waits for all nodes before a start of the ranks, which get a new store without keys of earlier attempts.
+        """Waits for all nodes before the ranks are started. They get a new store, without keys of earlier attempts.
 
         Returns:
             This node's first rank; None if `is_stopped` ended the wait.
@@ -201,7 +201,7 @@ class Meeting:
         return self._error is not None or any(other.state == "ended" for other in self._others.values())
 
     def unheard_s(self) -> dict[str, float]:
-        """Returns the seconds since the last sign of life of each other node, by its name in messages."""
+        """Returns the seconds since the last record of each other node, by the node's name in messages."""
         first, found = 0, {}
         for node in range(self._num_nodes):
             record = self._own if node == self.node else self._others[node]
@@ -213,7 +213,7 @@ class Meeting:
         return found
 
     def fail(self, message: str) -> None:
-        """Makes the other nodes end their ranks, too."""
+        """Reports a failure of this node, so that the other nodes end their ranks, too."""
         plain = "".join(character if character.isprintable() else " " for character in message)
         self._show(state="failed", message=plain[:_MAX_MESSAGE])
 
@@ -222,7 +222,7 @@ class Meeting:
         self._show(state="done")
         while not is_stopped() and any(other.state not in ("done", "left") for other in self._others.values()):
             lost = [name for name, silent_s in self.unheard_s().items() if silent_s > self._config.timeout_s]
-            if trouble := self.trouble() or (lost and f"{lost[0]} has not been heard for {self._config.timeout_s:g} s"):
+            if trouble := self.trouble() or (lost and f"{lost[0]} has not reported for {self._config.timeout_s:g} s"):
                 return trouble
             time.sleep(_POLL_S)
         return ""

@@ -56,7 +56,7 @@ def prompts_answered(answer: Callable[[str, Callable[[], str]], Any]) -> Iterato
 
 @contextmanager
 def questions_shared(run_dir: Path, identity: RankIdentity, attempt: int, beat: HeartbeatPage) -> Iterator[None]:
-    """Shares the answers at the prompts of a script within the context. Each attempt asks again.
+    """Shares the answers to the prompts of a script within the context. Each attempt asks again.
 
     `beat` is this rank's heartbeat page: waiting for a person is not a hang.
     """

@@ -1,6 +1,6 @@
-"""Sets up a process as a rank: it ends with its supervisor, reports its end, and is quiet except on rank 0.
+"""Sets up a process as a rank: it ends with its supervisor, reports its end, and logs to trackers only on rank 0.
 
-Its pulse is a thread that reports that the process lives, and the last collective.
+A thread, the pulse, reports that the process is alive, and the number of its last collective.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def enter_notebook(identity: RankIdentity, run_dir: str) -> tuple[HeartbeatPage,
 
 
 def start_pulse(page: HeartbeatPage, run_dir: str | os.PathLike[str], rank: int) -> Callable[[], None]:
-    """Starts the thread, and lets SIGUSR2 write the stacks of all threads into the run's folder.
+    """Starts the pulse thread, and makes SIGUSR2 write the stacks of all threads into the run's folder.
 
     Returns:
         A function that ends the thread and unregisters SIGUSR2.
@@ -119,13 +119,13 @@ def last_collective() -> int:
             return -1
         return int(c10d._get_default_group()._get_sequence_number_for_group())
     except (RuntimeError, AttributeError, ValueError):
-        # While a group is opened or closed. The thread must survive it: a rank without a pulse counts as hung.
+        # Raised while a group is opened or closed. The thread must go on: a rank without a pulse counts as hung.
         return -1
 
 
 def _quiet_side_effects(identity: RankIdentity) -> None:
     if identity.rank > 0:
-        # For trackers and windows that the script opens. Hugging Face's callbacks log on rank 0 only by themselves.
+        # For trackers and windows that the script opens. Hugging Face's callbacks log only on rank 0 anyway.
         os.environ.setdefault("WANDB_MODE", "disabled")
         os.environ.setdefault("MPLBACKEND", "agg")
 
@@ -138,7 +138,7 @@ def leave_group(has_failed: Callable[[], bool]) -> None:
 
 
 def die_with_supervisor(supervisor_pid: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
-    """Lets the system send a signal to this process when its parent ends. Stays in effect after `exec`."""
+    """Makes the kernel send a signal to this process when its parent ends. Stays in effect after `exec`."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -192,7 +192,7 @@ def shown_error(
 ) -> traceback.TracebackException:
     """Returns the traceback of an error without the frames of this package.
 
-    All frames are kept if this package itself has failed, and if its logger is at DEBUG level.
+    All frames are kept if this package itself has failed, or if its logger is at DEBUG level.
     """
     # TracebackException works even if the error's own str() raises.
     shown = traceback.TracebackException(kind, error, tb, compact=True)

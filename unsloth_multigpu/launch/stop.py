@@ -70,7 +70,7 @@ class Stop:
                 return signal.SIGKILL
         now_s, request = time.monotonic(), read_request(self._run_dir)
         if not self.signal_number and request is not None:
-            # Another node was signalled, and has told a rank of this node.
+            # Another node received a signal, and its ranks have told a rank of this node.
             self.signal_number, self._first_s = request.signal_number, now_s
         if not self.signal_number:
             return None

@@ -71,7 +71,7 @@ class Ranks:
                 if signal_number == signal.SIGKILL:
                     kill_rank(pid)
                 else:
-                    # It has ended meanwhile, or another user's program leads its group.
+                    # The rank has ended meanwhile, or another user's program leads its group.
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal_number)
 
@@ -115,7 +115,7 @@ class Watch:
 
     Args:
         log_dir: Folder for the stacks of a hang.
-        unheard_s: Returns the seconds since the last sign of life of each other node, by its name.
+        unheard_s: Returns the seconds since the last record of each other node, by the node's name.
 
     Attributes:
         must_end: Another node or the server has failed, so all ranks must end.

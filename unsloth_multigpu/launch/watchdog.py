@@ -10,10 +10,10 @@ from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase
 # The limit is at least this factor times the longest work of this run so far: the next micro-batch may be longer, and
 # its device may still have a whole step to compute.
 _WORK_FACTOR = 10
-# Nodes report once a second.
+# Nodes report once a second, so a silence up to this limit is normal.
 _NEWS_S = 3.0
 
-# Also between two steps, where no micro-batch is computed yet.
+# Phases that also occur between two steps, where no micro-batch is computed yet.
 _BETWEEN_STEPS = (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE, Phase.AGREE, Phase.CALLBACKS)
 # Outside the training: the script's own work, which may take hours.
 _OUTSIDE = (Phase.SCRIPT, Phase.ENDED)
@@ -52,8 +52,8 @@ def find_hang(
         beats: Heartbeats of the living ranks of this node.
         hang_timeout_s: Limit of one micro-batch, or of loading one step's samples; 0 = no limit. If earlier work took
             more than a tenth of it, the limit is ten times that work. A node that is silent for longer counts as lost.
-        since_s: Time before which nothing counts, because the ranks were not watched or the machine was suspended.
-        unheard_s: Seconds since the last sign of life of each other node, by its name.
+        since_s: Silence before this time does not count: the ranks were not watched, or the machine was suspended.
+        unheard_s: Seconds since the last record of each other node, by the node's name.
     """
     if hang_timeout_s <= 0:
         return None
@@ -72,7 +72,7 @@ def find_hang(
     still_s = {r: now_s - max(b.progress_s, since_s) for r, b in beats.items()}
     overdue = {r for r, b in beats.items() if b.phase not in _OUTSIDE and still_s[r] > limit_s[r]}
     hung = {r for r in overdue if not any(_may_wait_for(beats[r], beats[q]) for q in beats.keys() - overdue)}
-    lost = ", ".join(f"{name} has not been heard for {s:.0f} s" for name, s in lost_s.items())
+    lost = ", ".join(f"{name} has not reported for {s:.0f} s" for name, s in lost_s.items())
     return _blame(beats, hung, still_s, lost) if hung else None
 
 
@@ -116,7 +116,7 @@ def _place(beat: Heartbeat) -> tuple[int, int, int]:
 
 
 def _blame(beats: Mapping[int, Heartbeat], hung: Collection[int], still_s: Mapping[int, float], lost: str) -> Hang:
-    """Blames the ranks that are furthest behind; a lost node, if all of them may wait for it."""
+    """Blames the ranks that are furthest behind, or a lost node if all of these may wait for it."""
     last = [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
     are_all = len(last) == len(beats)
     gone = f"; {lost}: the connection is gone, or that machine" if lost else ""

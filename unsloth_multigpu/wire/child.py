@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 _POLL_S = 0.01
 # Limit from SIGKILL until a process is gone. A driver may hold it longer.
 KILL_LIMIT_S = 5.0
-# The end of a log is looked for in so many bytes.
+# The last lines of a log are read from this many bytes at its end.
 _TAIL_BYTES = 65536
 # Starts Python by way of a shell. A debugger that is attached to this process would patch a Python child, which would
 # then wait for a client that VS Code and JupyterLab never connect.
@@ -74,12 +74,12 @@ class Child:
             stack.pop_all()
 
     def kill(self, because: str = "") -> None:
-        """Kills the process and its process group. `because` is shown to the user."""
+        """Kills the process and its process group. `because` is the reason that the user sees."""
         self._killed_because = self._killed_because or because
         kill_rank(self.pid)
 
     def has_ended(self, limit_s: float = 0.0) -> bool:
-        """Waits for its end; False if it has not ended within `limit_s`."""
+        """Waits for the end of the process; returns False if it has not ended within `limit_s`."""
         return bool(multiprocessing.connection.wait([self.pid_descriptor], limit_s))
 
     def collect(self) -> None:
@@ -115,7 +115,7 @@ class Child:
 def start_process(
     command: Sequence[str], environment: Mapping[str, str], log: Path | None, **others: Any
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a new session, which keeps away Ctrl-C and Jupyter's Stop.
+    """Starts a process in a new session, which Ctrl-C and Jupyter's Stop do not reach.
 
     With a log, its output is appended there, and it has no stdin. `others` are arguments of `Popen`.
     """
@@ -189,10 +189,10 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -> None:
-    """Ends a command, the leader of its session, by SIGTERM, after `limit_s` by SIGKILL, then all that it has left.
+    """Ends a command, the leader of its session, by SIGTERM, after `limit_s` by SIGKILL. Kills what it leaves.
 
-    These are found by `marker`, a text that only the environment of this command contains: launchers give each rank a
-    session of its own.
+    They are found by `marker`, a text that only the environment of this command contains, since launchers give each
+    rank a session of its own.
     """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
@@ -238,7 +238,7 @@ def kill_marked(marker: str) -> list[int]:
         found = find_marked(marker)
         for pid in found:
             send_signal(pid, signal.SIGKILL)
-        # An ending process loses its environment before its files and devices.
+        # A process that is ending loses its environment before it releases files and devices.
         seen = {pid for pid in seen.union(found) if is_alive(pid)}
         if not (found or seen) or time.monotonic() > end_s:
             return sorted(seen)

@@ -27,7 +27,7 @@ class ToolRequest:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Facts from a supervisor for its ranks. Without a supervisor of ours only `tool` may be set.
+    """Facts from a supervisor for its ranks. If another launcher has started them, only `tool` may be set.
 
     Args:
         run_dir: The run's private folder: heartbeats, events, sockets.

@@ -1,4 +1,4 @@
-"""Short digests, with which processes compare data without sending it."""
+"""Short digests, by which processes compare data without sending it."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def digest_hex(data: bytes) -> str:
 
 
 def digest_of(value: object) -> str:
-    """Returns `digest_hex` of `repr(value)`. For plain values only: the repr of other objects has their address."""
+    """Returns `digest_hex` of `repr(value)`. For plain values only: other reprs may contain a memory address."""
     return digest_hex(repr(value).encode())

@@ -29,7 +29,7 @@ class Event:
     """An event of a rank.
 
     Args:
-        kind: "started", "meeting" (waits for the others to open a process group), "met", "training", "trained",
+        kind: "started", "meeting" (waits for other ranks to open a process group), "met", "training", "trained",
             "refused" (see `errors.is_refusal`), "stopping", "stopped", "interrupted", "exception" or "exiting".
         time_s: Time of `time.monotonic`, which all processes of a machine share.
         step: Last finished optimizer step, -1 before the first training.

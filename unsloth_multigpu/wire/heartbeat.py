@@ -39,7 +39,7 @@ class Phase(enum.IntEnum):
     WARM_UP = 10, "computing", 10  # COMPUTE in the first step, which compiles kernels and allocates memory.
     FILL = 11, "getting the first samples of an epoch", 5  # DATA of a stream, which fills its buffer.
     AGREE = 12, "asking the other ranks what comes next", 1  # After a step: stop, save or evaluate?
-    # Those of the script and of libraries may generate a sample or wait for a tracker's server.
+    # Callbacks of the script and of libraries, which may generate a sample or wait for a tracker's server.
     CALLBACKS = 13, "in a callback", 5
 
 
@@ -91,7 +91,7 @@ _NUM_STEPS_TO_FORGET = 4
 
 
 class HeartbeatPage:
-    """The writer of a rank's page. Without a `run_dir` it has no reader, and is not shared.
+    """Writes a rank's page. Without a `run_dir` the page is not shared, and nobody reads it.
 
     Attributes:
         spent_s: Seconds of the main thread in each phase so far. A device works asynchronously: its time counts for the
@@ -125,7 +125,7 @@ class HeartbeatPage:
     ) -> None:
         """Reports progress of the main thread; see `Heartbeat`. Omitted values stay. Takes a microsecond.
 
-        `is_done`: the work of a step is done; callbacks follow until the next phase.
+        `is_done`: the work of a step is done. Until the next phase, callbacks run.
         """
         now_s = time.monotonic()
         if self._is_working:

@@ -1,4 +1,4 @@
-"""Is this process a rank, and which? By the variables of its launcher: ours, torchrun (also accelerate), or srun."""
+"""Finds whether this process is a rank, and which, by the variables of its launcher: ours, torchrun, or srun."""
 
 from __future__ import annotations
 

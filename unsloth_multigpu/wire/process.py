@@ -86,7 +86,7 @@ def send_signal(pid: int, signal_number: signal.Signals) -> None:
 def signals_handled(
     signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], Any]
 ) -> Iterator[None]:
-    """Handles signals within the context. Those that are ignored stay so, as under nohup. In the main thread alone."""
+    """Handles signals within the context, except ignored ones (as under nohup). No effect outside the main thread."""
     with ExitStack() as stack:
         for number in signals if threading.current_thread() is threading.main_thread() else ():
             before = signal.getsignal(number)
@@ -97,7 +97,7 @@ def signals_handled(
 
 
 def open_private(path: str, flags: int) -> int:
-    """An opener of files for this user only. Others may have write access to the folder: no link is followed."""
+    """Opener for files of this user only. Follows no link, because others may have write access to the folder."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
@@ -114,7 +114,7 @@ def try_lock(descriptor: int) -> Literal["locked", "held", "no locks"]:
     """Locks an open file exclusively until this process ends, without waiting. "held" = another process has it.
 
     Raises:
-        OSError: The file system fails.
+        OSError: The file system reports another error.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

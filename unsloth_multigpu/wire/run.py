@@ -28,7 +28,7 @@ State = Literal["running", "stopped", "over"]
 _PREFIX = "unsloth_multigpu_"
 # In the private folder: the description of the run.
 _FILE = "run.json"
-# Runs a script without the line as a rank.
+# Runs a script that does not call `enable_multi_gpu`.
 SCRIPT_MODULE = "unsloth_multigpu.cli.script_runner"
 
 
@@ -115,7 +115,7 @@ class Run:
     """A run on this machine.
 
     Args:
-        pid: Process id of its supervisor, in a notebook of the kernel.
+        pid: Process id of its supervisor; in a notebook, that of the kernel.
         begin_s: When the ranks were started, in seconds since 1970.
         job: Name of the script, or "notebook"; `command` is what the user has typed.
         num_ranks: Ranks on this machine.
