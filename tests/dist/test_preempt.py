@@ -146,7 +146,7 @@ def test_evaluation_that_a_stop_leaves_out_or_interrupts_is_made_when_the_traini
     runs += [finish(begun("stopped", stop)) for stop in (*more, "none:0")]
     assert [run.code for run in runs] == [0, -signal.SIGTERM, *more.values(), 0], [run.err for run in runs]
     assert "stopped by SIGTERM after step 8" in runs[1].err
-    assert "the evaluation after step 8, which a stop left out or interrupted, is made now" in runs[2].err
+    assert "the evaluation after step 8, which a stop prevented or interrupted, runs now" in runs[2].err
     assert not any("after step 8, which" in run.err for run in runs[3:])
     assert ("stopped by SIGTERM after step 12" in runs[-2].err) == bool(more)
     states = [

@@ -1,4 +1,4 @@
-"""Manifests, which are written last and so mark complete checkpoints, and the lock of incomplete ones. Needs no torch.
+"""Manifests, which mark complete checkpoints because they are written last, and the lock of a save. Needs no torch.
 
 The manifest's CRC-32 sums find truncated files and flipped bits. They do not protect against forgery.
 """
@@ -44,7 +44,7 @@ class Manifest:
         is_resumable: False without an optimizer, as with `save_only_model`.
         facts: Identify the training, see `checkpoint.resume.Resume.facts`.
         cursor: Finished "steps" of the epoch, if this package divides its samples; the "epoch" of a stream.
-        files: Size in bytes and CRC-32 by the path in the folder.
+        files: Size in bytes and CRC-32 of each file, by its path in the folder.
         is_sharded: Each rank held a shard of the weights. None = not known.
         first_step: Result of the comparison of the first step with one process.
         is_evaluation_due: The training was stopped before or in the evaluation of this step.
@@ -150,8 +150,8 @@ def put_in_place(part: Path, final: Path) -> None:
 def saving_in(output_dir: Path) -> Iterator[bool]:
     """Locks a folder within the context, in which one process at a time writes, completes or removes checkpoints.
 
-    Yields False if another process has the lock. It ends with its process, so that what a killed run has left differs
-    from what a living one writes. On a file system without locks nobody has it.
+    Yields False if another process has the lock. The lock ends with its process, so the files of a killed run differ
+    from those of a running one. Yields True on a file system without locks.
     """
     descriptor = os.open(output_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -163,9 +163,9 @@ def saving_in(output_dir: Path) -> Iterator[bool]:
 
 
 def clear_parts(output_dir: Path) -> bool:
-    """Removes the incomplete checkpoints of killed runs, or renames those that lack only the rename.
+    """Removes the incomplete checkpoints of killed runs. Those that are complete but not renamed get their names.
 
-    Returns False if a living process is saving in the folder: then all stay.
+    Returns False, and changes nothing, if another process is saving in the folder.
     """
     parts = output_dir / PART_FOLDER
     if not parts.is_dir():
@@ -180,7 +180,7 @@ def clear_parts(output_dir: Path) -> bool:
 
 
 def settle(part: Path, final: Path) -> None:
-    """Renames the checkpoint of an ended save if it is complete, else removes it. Requires the lock of `saving_in`."""
+    """Renames what an ended save has left if it is complete, else removes it. Requires the lock of `saving_in`."""
     older = part.with_name(_REPLACED + part.name)
     if check(part) is None:
         put_in_place(part, final)

@@ -126,7 +126,7 @@ class Resume(Part):
                 logger.info("the training resumes from %s", found)
 
     def _find(self, run_dir: Path, asked: Any, restarted_run: str | None) -> str | None:
-        """Returns the checkpoint to resume from; None = there is none, which Hugging Face tells if one was asked for.
+        """Returns the checkpoint to resume from, or None. If one was asked for, Hugging Face then raises its own error.
 
         Raises:
             ResumeError: The requested checkpoint is incomplete, or of another number of ranks.
@@ -134,7 +134,7 @@ class Resume(Part):
         """
         is_auto, found = self.manager.config.resume == "auto", None
         if is_auto or restarted_run:
-            # Before the script's own checkpoint, which the same command names whatever was trained since.
+            # It has priority over the script's own argument, which is the same whenever the command is started.
             found = find_newest(run_dir, self.facts, None if is_auto else restarted_run)
         if found is None and asked is True:
             found = find_newest(run_dir)
@@ -151,13 +151,13 @@ class Resume(Part):
         return os.fspath(found)
 
     def _refuse_other_ranks(self, folder: Path) -> None:
-        """Refuses a checkpoint of other samples in a step, or of the other mode, which writes other files."""
+        """Refuses one with other samples per step, or a sharded one if this training is not sharded, or the reverse."""
         manifest, num_ranks = read_manifest(folder), self.manager.identity.world_size
         if manifest is None:
             return  # It is left to the libraries.
         if manifest.world_size != num_ranks and not self.manager.config.keeps_global_batch:
             raise ResumeError(
-                f"{folder} was written by {manifest.world_size} rank(s), now there are {num_ranks}: with "
+                f"{folder} was written by {manifest.world_size} rank(s), but there are {num_ranks} now: with "
                 "global_batch='scale' a step would have other samples.",
                 hint=f"Set num_gpus={manifest.world_size}, or begin a new training with resume='off'.",
             )
@@ -173,7 +173,7 @@ class Resume(Part):
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Restores the order of samples of the resumed epoch."""
-        # There is no first new step, before which an evaluation is repeated.
+        # No step follows before which the evaluation would be repeated.
         if 0 < state.max_steps <= state.global_step:
             self._evaluate_again()
         loader = self.steps.loader
@@ -182,7 +182,7 @@ class Resume(Part):
             return
         file = self._folder / ORDER_FILE
         if isinstance(sampler, StepSampler) and file.is_file():
-            # It is drawn with the first new step. A repeated evaluation saves a checkpoint before that.
+            # The order is drawn with the first new step. A repeated evaluation saves a checkpoint before that.
             sampler.order_state = sampler.resumed_order_state = json.loads(file.read_text(encoding="ascii"))
         if isinstance(loader, StepLoader) and loader.is_stream and not self.trainer.args.ignore_data_skip:
             # The Trainer skips the finished steps of a stream without length, also across several epochs.
@@ -236,7 +236,7 @@ class Resume(Part):
         if not is_due or trainer.args.eval_strategy == "no":
             return
         step = trainer.state.global_step
-        logger.info("the evaluation after step %d, which a stop left out or interrupted, is made now", step)
+        logger.info("the evaluation after step %d, which a stop prevented or interrupted, runs now", step)
         trainer.control.should_evaluate = trainer.control.should_save = True
         ignored = self.arguments.get("ignore_keys_for_eval")
         nothing = torch.zeros((), device=trainer.args.device)
@@ -300,7 +300,7 @@ def _problem(folder: Path, facts: Mapping[str, Any] | None = None, run_id: str |
 
 
 def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:
-    """Returns the trained weights that were not loaded, since the checkpoint lacks `missing`, and the number of all.
+    """Returns the trained weights that were not loaded, since the checkpoint lacks `missing`, and how many are trained.
 
     A shared weight has several names, of which one is enough.
     """

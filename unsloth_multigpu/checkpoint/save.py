@@ -1,4 +1,4 @@
-"""Saves the checkpoints of one training: in a hidden folder first, which gets its final name when it is complete."""
+"""Saves the checkpoints of one training, first in a temporary folder, which is renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Checkpoints(Part):
         return {"_save_checkpoint": self._save, "evaluate": self._evaluate}
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Trainer.evaluate`: keeps the random state for a checkpoint of a training that is stopped in it."""
+        """Overrides `Trainer.evaluate`: keeps the random state for a checkpoint, if the training is stopped in it."""
         with self.beat.within(Phase.EVALUATE):
             outer, self._before_evaluation = self._before_evaluation, read_random_state(device_in_use())
             try:
@@ -77,7 +77,7 @@ class Checkpoints(Part):
         pushes: list[Any] = []
         if self._before_evaluation is not None:
             # Stopped in an evaluation. A resumed training repeats it, from the same random state. One that a callback
-            # has started is not repeated: of its random numbers, those of the data loader's base seed are known.
+            # started is not repeated: only the draw of its data loader's base seed is.
             write_random_state(self._before_evaluation)
             if not self.is_evaluation_due():
                 torch.empty((), dtype=torch.int64).random_()
@@ -97,7 +97,7 @@ class Checkpoints(Part):
                 if trainer.state.best_model_checkpoint == os.fspath(part):
                     trainer.state.best_model_checkpoint = os.path.join(run_dir, final.name)
                 elif trainer.state.best_global_step and os.path.isdir(best):
-                    # The Trainer looked for it beside the hidden folder.
+                    # The Trainer looked for it beside the temporary folder.
                     trainer.state.best_model_checkpoint = best
                 # Every rank has written its files. Rank 0 broadcasts an identifier of this save, and the state of
                 # callbacks, which the Trainer collects only on the rank that writes it.
@@ -164,7 +164,7 @@ class Checkpoints(Part):
 
     @contextmanager
     def _claimed(self, part: Path, final: Path) -> Iterator[None]:
-        """Locks the folder on rank 0, and removes it if the save fails."""
+        """Locks the output folder on rank 0, and removes the new checkpoint if the save fails."""
         from safetensors import SafetensorError
 
         with ExitStack() as stack:
@@ -198,7 +198,7 @@ class Checkpoints(Part):
 
 
 def _rotate(trainer: TrainerLike, folder: Path) -> None:
-    """Applies Hugging Face's `save_total_limit`. The Trainer's own call has seen the hidden folder alone."""
+    """Applies Hugging Face's `save_total_limit`. The Trainer's own call has seen only the temporary folder."""
     output_dir, best = os.fspath(folder), trainer.state.best_model_checkpoint
     if hasattr(trainer, "_rotate_checkpoints"):  # transformers 4.
         trainer._rotate_checkpoints(use_mtime=True, output_dir=output_dir)
