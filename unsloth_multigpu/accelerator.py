@@ -79,7 +79,7 @@ def among(kind: str, indices: Sequence[int], environment: Mapping[str, str]) -> 
 
 
 def allocator_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns Unsloth's settings of the allocator; empty if it is not installed or sets none, or the user has.
+    """Returns Unsloth's settings of the allocator; empty if Unsloth is not installed or sets none, or the user did.
 
     `import unsloth` sets them before it imports torch. In a rank, `enable_multi_gpu()` has opened the device before,
     which reads the settings once. Without them a script that just fits on one GPU could run out of memory on two.

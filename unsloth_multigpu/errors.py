@@ -13,7 +13,7 @@ from typing import Any
 class MultiGPUError(Exception):
     """Base of all errors that this package raises.
 
-    Its text is the message, and `Hint: ` with the next action.
+    Its text is the message, followed by `Hint: ` and the next action.
 
     Args:
         message: What happened, the value given, what was expected.

@@ -19,7 +19,7 @@ def tell(text: str) -> None:
 def get_logger(name: str) -> logging.Logger:
     """Returns the logger `name` with the filter of ranks. Adds no handler and sets no level."""
     logger = logging.getLogger(name)
-    logger.addFilter(_filter_by_rank)  # Once: logging knows it.
+    logger.addFilter(_filter_by_rank)  # logging adds the same filter only once.
     return logger
 
 

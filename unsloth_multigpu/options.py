@@ -336,15 +336,15 @@ def _check_together(config: MultiGPUConfig) -> None:
 def _closed_scopes(config: MultiGPUConfig) -> Iterator[tuple[Scope, str]]:
     """Yields the scopes that do not apply, with the reason."""
     if not config.enable_ddp:
-        yield Scope.RANKS, "is for several ranks, and enable_ddp=False runs in one process"
+        yield Scope.RANKS, "is for several ranks, but enable_ddp=False runs in one process"
     if config.nnodes == 1:
-        yield Scope.NODES, "is for several nodes, and nnodes=1"
+        yield Scope.NODES, "is for several nodes, but nnodes=1"
     if config.balance == "off":
-        yield Scope.PLANNER, "is for the planner, and balance='off'"
+        yield Scope.PLANNER, "is for the planner, but balance='off'"
     if not config.keeps_global_batch:
         yield Scope.PLANNER, "is for the planner, which global_batch='scale' and batch_size_per_gpu turn off"
     if not config.is_synchronous:
-        yield Scope.PLANNER, f"is for the planner, and strategy='{config.strategy}' does not synchronize each step"
+        yield Scope.PLANNER, f"is for the planner, but strategy='{config.strategy}' does not synchronize each step"
 
 
 def _check_nodes(config: MultiGPUConfig) -> None:

@@ -32,7 +32,7 @@ class Overview:
         self._before: deque[tuple[float, dict[int, Figures]]] = deque()
 
     def look(self) -> dict[str, Any]:
-        """Returns the present state as JSON values, which docs/watch.md lists.
+        """Returns the current state as JSON values, which docs/watch.md lists.
 
         In the first seconds, rates are those since the training began. `eta_s` is not known while a rank is stuck.
         """

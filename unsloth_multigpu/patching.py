@@ -30,7 +30,7 @@ _MISSING: Any = object()
 
 @dataclass(eq=False)
 class Patch:
-    """A replacement for a function of another library, and its state. Of one `PatchRegistry`, which applies it once.
+    """A replacement for a function of another library, and its state. One `PatchRegistry` applies it, once.
 
     Attributes:
         target: `module:attribute.path`, such as `transformers.trainer:Trainer.train`; the module that defines the name,
@@ -95,7 +95,7 @@ class Patch:
             return
         is_wrapped = isinstance(raw, (staticmethod, classmethod))
         original = raw.__func__ if is_wrapped else raw
-        # inspect takes a `partialmethod` or `cached_property` for a routine.
+        # inspect counts a `partialmethod` or `cached_property` as a routine.
         if not (inspect.isroutine(original) and callable(original)):
             raise self._mismatch(f"it is not a function but {type(raw).__name__}")
         if missing := [name for name in self.needs if name not in inspect.signature(original).parameters]:
@@ -108,7 +108,7 @@ class Patch:
         _log.debug("patch=%s state=landed", self.target)
 
     def remove(self, state: State) -> None:
-        """Puts the original back, and takes the new state unless it was not to be replaced."""
+        """Restores the original. Sets the state, unless the patch is absent, not installed or undone."""
         # Only if our function is still there: otherwise the wrapper of another library would be lost.
         if self.state == "landed" and vars(self._holder).get(self._name) is self._installed:
             if self._before is _MISSING:

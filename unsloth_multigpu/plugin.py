@@ -103,7 +103,7 @@ def enable_multi_gpu(
     Raises:
         ConfigError: An invalid value, or a second call with other values.
         SetupError: This machine, or this place in the script, does not allow what was asked for.
-        VersionError: A library outside the supported range.
+        VersionError: A library is outside the supported range.
     """
     named: dict[str, Any] = dict(num_gpus=num_gpus, batch_size_per_gpu=batch_size_per_gpu, enable_ddp=enable_ddp)
     named |= dict(global_batch=global_batch, strategy=strategy, shard=shard, balance=balance, resume=resume)

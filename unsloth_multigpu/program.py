@@ -75,7 +75,7 @@ class Program:
         return bool(self._num_begun or (dist and dist.is_initialized()))
 
     def begin_training(self) -> int:
-        """Counts a call of `train()`. Returns its number, from 0, which is the same when the code is run again.
+        """Counts a call of `train()`. Returns its number, from 0, which is the same when the program is run again.
 
         Raises:
             SetupError: A training cannot begin here.
@@ -118,7 +118,7 @@ def _share_questions(session: Session) -> None:
 
 
 def _seed_ranks_equally(session: Session) -> None:
-    """Makes the random generators equal on all ranks: those that the script has seeded are, and do not change."""
+    """Makes the random generators equal on all ranks. Those that the script has seeded do not change."""
     if session.index:
         return  # The first session of this process did it.
     if session.context.run_dir is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Number = TypeVar("Number", int, float)
-# The name of all optimizer steps but the first, and of what needs less time than this fraction.
+# Name of all optimizer steps but the first. A summary names other phases that take more than this fraction of the time.
 STEPS, _NOTICEABLE = "steps", 0.05
 
 

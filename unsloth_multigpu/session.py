@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# How long a failed rank that serves the store keeps serving it: the other ranks wait for a failed rank in vain.
+# How long a failed rank that serves the store goes on serving it. The other ranks would wait for a failed rank in vain.
 _SERVE_AFTER_FAILURE_S = 3.0
 
 
@@ -218,11 +218,11 @@ class Session:
 
 
 def open_session(session: Session) -> Session:
-    """Makes this process the rank of the session and applies the patches.
+    """Sets up this process as the rank of the session and applies the patches.
 
     Raises:
         SetupError: The options do not fit the ranks that the launcher started.
-        VersionError: A library outside the supported range.
+        VersionError: A library is outside the supported range.
     """
     _check_ranks(session)
     session.program.enter(session)

@@ -23,7 +23,7 @@ from unsloth_multigpu.program import ipython_shell
 
 logger = get_logger(__name__)
 
-# Option and its default -> torchrun's variable, which Kubeflow sets; its neutral values; what ignoring others leads to.
+# Option and its default -> torchrun's variable, which Kubeflow sets; its neutral values; the effect if it is ignored.
 _CLUSTER_VARIABLES = {
     ("nnodes", 1): ("PET_NNODES", ("", "1"), "each node would train by itself"),
     ("num_gpus", None): ("PET_NPROC_PER_NODE", ("", "auto", "gpu", *KINDS), "all devices of the machine would train"),
@@ -50,7 +50,7 @@ def check_cluster(config: MultiGPUConfig) -> None:
 
 
 def ranks_to_start(config: MultiGPUConfig) -> int:
-    """Returns the number of ranks to start on this machine. Checks the devices, also those of the legacy path (1 rank).
+    """Returns the number of ranks to start on this machine, 1 for the legacy path. Checks that there are the devices.
 
     Raises:
         SetupError: More ranks than accelerators, or no accelerator of the kind that was asked for.
@@ -83,7 +83,7 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
     if config.generators and (config.device == "cpu" or kind != "cuda" or config.generators >= available):
         found = f"{available} {kind} accelerator(s) are visible, and device={config.device!r}"
         raise SetupError(
-            f"generators={config.generators} needs as many CUDA devices, and one or more for the ranks; {found}.",
+            f"generators={config.generators} needs as many CUDA devices, and at least one more for the ranks; {found}.",
             hint="Leave generators out: each rank then generates by itself.",
         )
     if config.device == "cpu" or available == 0:

@@ -19,7 +19,7 @@ class Tool:
 
     Attributes:
         is_comparison: The run is compared with one process. Ranks end after their first training and save nothing,
-            not even after a signal. Only the script may resume from a checkpoint. One process is not steered.
+            not even after a signal. Only the script may resume from a checkpoint. A single process is not steered.
         draws_alike: Random numbers that the script draws without a seed are equal in all runs with the tool.
         plans_one_process: A single process is steered as ranks are, and its steps are planned.
     """

@@ -62,7 +62,7 @@ OPTIONS = f"Options: {', '.join(options_of(MultiGPUConfig))}."
         ("timeout_s", float("nan"), "timeout_s=nan; expected a number", OUT),
         ("nnodes", "1:4", f"nnodes='1:4'; {WHOLE} 1", "For nodes that come and go see docs/cluster.md."),
         ("nnodes", 2, "rdzv_endpoint=None, but nnodes=2: the nodes could not find", 'rdzv_endpoint="HOST:29400"'),
-        ("rdzv_endpoint", "host:1", "rdzv_endpoint='host:1' is for several nodes, and nnodes=1", "one of them"),
+        ("rdzv_endpoint", "host:1", "rdzv_endpoint='host:1' is for several nodes, but nnodes=1", "one of them"),
         ("log_dir", "", "log_dir=''; expected FOLDER", OUT + "logs."),
         ("log_dir", 3.5, "log_dir=3.5; expected FOLDER", OUT),
     ],
@@ -79,7 +79,7 @@ TWO_NODES = {"nnodes": 2, "rdzv_endpoint": "host:1", "rdzv_id": "job"}
     ("options", "message", "hint"),
     [
         ({"balance": "off", "max_tokens_per_micro_batch": 5}, "max_tokens_per_micro_batch=5 is for the planner", "one"),
-        ({"strategy": "diloco", "balance": "tokens"}, "is for the planner, and strategy='diloco' does not", "one"),
+        ({"strategy": "diloco", "balance": "tokens"}, "is for the planner, but strategy='diloco' does not", "one"),
         ({"shard": "on", "strategy": "diloco"}, "by FSDP2, but strategy='diloco'", "one of them"),
         ({"shard_offload": True}, "shard_offload=True moves the shards of a model", "shard='on' or"),
         ({"enable_ddp": False, "batch_size_per_gpu": 4}, "batch_size_per_gpu=4 is for several ranks", "one of them"),

@@ -72,7 +72,7 @@ def test_last_devices_are_those_of_the_server(monkeypatch, visible, num_gpus, nu
     assert start._reserve_server_devices(MultiGPUConfig()) == {}
 
 
-SERVER = "generators=1 needs as many CUDA devices, and one or more for the ranks; "
+SERVER = "generators=1 needs as many CUDA devices, and at least one more for the ranks; "
 
 
 @pytest.mark.parametrize(

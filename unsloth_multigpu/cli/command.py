@@ -19,7 +19,7 @@ HELP_ALL = "--help-all"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Base of a dataclass with a command's own options; see `option_type`. Its docstring begins with the command's."""
+    """Base of a dataclass with a command's own options; see `option_type`. Its docstring describes the command."""
 
     def __post_init__(self) -> None:
         take_values(self)
@@ -55,7 +55,7 @@ class Command:
         run: Runs the command with the options of `read` and the program, which is the script and its arguments, or
             `-m`, a module and its arguments. Returns the exit code.
         runs_program: A script or module follows its options.
-        defaults: Other defaults of the options of a run that it has.
+        defaults: Its own defaults for options of a run.
         operand: The option that is given without its name.
     """
 

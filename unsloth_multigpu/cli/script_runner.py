@@ -1,6 +1,6 @@
 """Runs a script after `enable_multi_gpu()`: `python -m unsloth_multigpu.cli.script_runner train.py --args`.
 
-So it is the supervisor, or a rank. Also runs the scripts of `unsloth-multigpu verify`, which may call it.
+The process is then the supervisor or a rank. Also runs scripts of `unsloth-multigpu verify`, which may call it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     """Calls `enable_multi_gpu()`, and runs the program in `sys.argv`.
 
     The program becomes `__main__` as under plain Python. It stays, because spawned workers, threads and exit handlers
-    use it after the last line, and it is set before torch is imported, because dill keeps the `__main__` of that time.
+    use it after the last line. It is set before torch is imported, because dill keeps the `__main__` that it finds.
     The public functions of runpy restore `__main__` after the last line and set a relative `__file__`.
     """
     import builtins

@@ -26,7 +26,7 @@ from unsloth_multigpu.train.loop import Loop
 
 logger = get_logger(__name__)
 
-# Values of a batch: tensors, and what all shards share.
+# Types of the values of a batch: tensors are cut, and all shards share the others.
 _CUT_OR_SHARED = (torch.Tensor, bool, int, float, str, type(None))
 HINT = "Leave enable_ddp=False, the legacy path, out: DDP trains in one process per device."
 
@@ -36,16 +36,16 @@ class SerialTrainer(Part):
 
     Each micro-batch is cut into shards of rows, one for each device. On a further device, copies take the place of the
     model's weights for its shard, and the gradient flows back through them, into the model's `.grad`. The sum is the
-    gradient of one device, to rounding. Dropout masks are other ones than there, and batch normalisation sees a shard
-    at a time.
+    gradient of one device, up to rounding. Dropout masks differ from those of one device, and batch normalization sees
+    one shard at a time.
 
     Args:
         trainer: A `transformers.Trainer` or subclass. Its loss is a mean over rows or tokens, or a sum divided by the
-            step's tokens; of one that a script wrote, `loss_reduction` says it.
+            step's tokens; for a script's own loss, `loss_reduction` says which.
 
     Attributes:
-        moved_bytes: Trained weights and buffers to further devices, and gradients back.
-        report: Figures of the training, once it is over; None where one device had nothing to cut.
+        moved_bytes: Bytes of trained weights and buffers to further devices, and of gradients back.
+        report: Figures of the training, once it is over; None with a single device.
     """
 
     place = "feed"
@@ -106,7 +106,7 @@ class SerialTrainer(Part):
     ) -> torch.Tensor:
         """Overrides `Trainer.training_step`: computes each shard on its device, where `.grad` adds up the gradients."""
         losses = []
-        # Fewer rows than devices are fewer shards.
+        # If there are fewer rows than devices, there are fewer shards.
         for place, (device, (shard, factor)) in enumerate(zip(self._devices, self._cut(inputs), strict=False)):
             self._shard, self._is_weighed = (device, factor), False
             try:
@@ -128,7 +128,7 @@ class SerialTrainer(Part):
 
     @contextmanager
     def _copies_in(self, model: nn.Module, place: int) -> Iterator[None]:
-        """Puts copies on a further device in the place of all weights and buffers, forward and backward."""
+        """Replaces all weights and buffers by copies on a further device, for a forward and backward pass."""
         tables: list[dict[str, Any]] = [
             table for module in model.modules() for table in (module._parameters, module._buffers)
         ]
@@ -146,7 +146,7 @@ class SerialTrainer(Part):
                 table.update(held)
 
     def _copied(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
-        """Returns a copy through which a gradient flows back. That of a frozen weight is made once."""
+        """Returns a copy through which a gradient flows back. A frozen weight is copied once."""
         device, key = self._devices[place], (place, id(tensor))
         if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
             self._frozen.pop(key, None)
@@ -184,7 +184,7 @@ class SerialTrainer(Part):
             return [(piece, 1.0) for piece in pieces]
         weights = [reduction.count(piece) for piece in pieces]
         weighed = zip(pieces, weights, strict=True)
-        # A shard without a label adds nothing, and its mean would be no number.
+        # A shard without a label adds nothing, and its mean would be NaN.
         return [(piece, weight / sum(weights)) for piece, weight in weighed if weight] or [(inputs, 1.0)]
 
     def _find_reduction(self) -> LossReduction:
@@ -193,8 +193,8 @@ class SerialTrainer(Part):
         if reduction.kind in (AUTO, WHOLE, GATHERED):
             raise SetupError(
                 f"loss_reduction={reduction.kind!r}: a micro-batch cannot be cut into shards, because it is not known "
-                "how their losses make up its own.",
-                hint=f"Set loss_reduction='row_mean' or 'token_mean' where it is one. {HINT}",
+                "how its loss results from those of the shards.",
+                hint=f"Set loss_reduction='row_mean' or 'token_mean' if the loss is one. {HINT}",
             )
         return reduction
 

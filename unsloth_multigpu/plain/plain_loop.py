@@ -62,7 +62,7 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = Fal
         # NCCL and "cuda" without an index use the current device.
         torch.accelerator.set_device_index(device.index)
     places = {t.device for t in chain(model.parameters(), model.buffers())}
-    # In one process it stays on another accelerator if the script has moved it there.
+    # In one process, the model stays on another accelerator if the script has moved it there.
     if not places <= {device} and (is_rank or all(p.type in ("cpu", "meta") for p in places)):
         model.to(device)
     logger.info("model is_ddp=%s world_size=%d device=%s", is_rank, manager.identity.world_size, device)
@@ -78,7 +78,7 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = Fal
         model,
         device_ids=None if device.type == "cpu" else [device.index],
         find_unused_parameters=find_unused_parameters,
-        # Saves a copy of the gradients.
+        # Avoids a copy of the gradients.
         gradient_as_bucket_view=True,
     )
 
@@ -102,13 +102,13 @@ def distributed_loader(
 
     The steps are those of a one-process loader with the same seed: `batch_size` samples, which the ranks share in
     order. All ranks make the same number of steps. The last step of an epoch may be shorter; a rank without a sample
-    gets one again, with weight 0.0.
+    then gets the first one of the step, with weight 0.0.
 
     Every iteration is a new epoch and must be made on all ranks. `loader.set_epoch(n)` sets the next one.
 
     DDP averages over ranks. If the ranks' parts of a step differ by a sample, `(loss * loader.loss_weight).backward()`
-    gives the gradient of one process for a loss that is a mean over samples. Otherwise the weight is 1.0. A warning
-    says if parts differ.
+    gives the gradient of one process for a loss that is a mean over samples. Otherwise the weight is 1.0. If parts
+    differ, a warning is logged.
 
     Args:
         dataset: With `__len__` and `__getitem__`; the same on all ranks.
@@ -138,7 +138,7 @@ def distributed_loader(
             "rank(s).",
             hint=f'Raise batch_size to {world_size} or more, or use global_batch="scale", or fewer GPUs.',
         )
-    # Its own ranks are not used: every rank draws all samples, and takes its rows of each batch.
+    # The sampler does not divide samples: every rank draws all of them, and takes its rows of each batch.
     order: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed)
     steps = BatchSampler(order, step_samples, drop_last)
     loader = DistributedLoader(dataset, steps, rank, world_size, **loader_options)

@@ -1,6 +1,6 @@
 """The gradient strategies other than DDP, and their contract.
 
-Two synchronize in every step, as DDP does. In the others ranks step independently, and synchronize rarely.
+Two synchronize in every step, as DDP does. With the other two, ranks step independently and synchronize rarely.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class GradientSync:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.sent_bytes = 0
-        # A thread of gloo drops its reference after a message is done. If it is the last one, the thread takes Python's
-        # lock to free the tensor, and a process that is exiting aborts then.
+        # A thread of gloo drops its reference after a message is done. If that is the last one, the thread needs the
+        # GIL to free the tensor, and a process that is exiting aborts.
         self._last_work: Any = None
 
     def begin(self) -> None:
@@ -77,7 +77,7 @@ class GradientSync:
 
     @property
     def are_replicas_equal(self) -> bool:
-        """True if the weights of all ranks are equal now. Between `after_step` and the next backward."""
+        """True if the weights of all ranks are equal. Valid between `after_step` and the next backward pass."""
         return True
 
     def synchronize(self) -> None:
@@ -208,8 +208,8 @@ class ParameterServerSync(GradientSync):
         self.broadcast([overflow])
         if self.rank != SERVER_RANK:
             held = (p for group in self.optimizer.param_groups for p in group["params"])
-            token = min((p for p in held if p.requires_grad and p.numel()), key=torch.Tensor.numel)
-            token.grad = torch.zeros_like(token) + overflow
+            smallest = min((p for p in held if p.requires_grad and p.numel()), key=torch.Tensor.numel)
+            smallest.grad = torch.zeros_like(smallest) + overflow
 
     def after_step(self) -> None:
         """Copies rank 0's trained weights and buffers to all ranks. Collective."""
@@ -271,7 +271,7 @@ class DiLoCoSync(LocalSGDSync):
     strategy: DiLoCo
 
     def begin(self) -> None:
-        """Copies rank 0's weights and buffers to all ranks. The first window begins with them."""
+        """Copies rank 0's weights and buffers to all ranks. The first local steps begin with them."""
         super().begin()
         # In 32 bits also for 16-bit weights, since an outer step can be smaller than their spacing.
         self._start = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters]
@@ -281,7 +281,7 @@ class DiLoCoSync(LocalSGDSync):
     def _combine_weights(self) -> None:
         with torch.no_grad():
             for start, parameter in zip(self._start, self.parameters, strict=True):
-                # This rank began at the rounded value if weights have 16 bits.
+                # With 16-bit weights, this rank began at the rounded value.
                 start.grad = start.to(parameter.dtype).to(start.dtype) - parameter
             self.average([s.grad for s in self._start if s.grad is not None])
             self._outer.step()
@@ -297,7 +297,7 @@ class DiLoCoSync(LocalSGDSync):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state_dict()` at the beginning of a window."""
+        """Resumes from a `state_dict()`, before the first local step after a synchronization."""
         with torch.no_grad():
             for start, saved in zip(self._start, state.get("start", self._start), strict=True):
                 start.copy_(saved)
