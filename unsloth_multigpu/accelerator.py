@@ -62,7 +62,7 @@ def kind_of(backend: str) -> str | None:
     return _KIND_OF.get(backend)
 
 
-def among(kind: str, indices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+def variables_for(kind: str, indices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
     """Returns variables that show a process only some of the devices that `environment` shows, by their indices there.
 
     Such as "5" for index 1 of CUDA_VISIBLE_DEVICES="4,5".

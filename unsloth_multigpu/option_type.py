@@ -49,8 +49,8 @@ class Option:
         group: Heading under which it is listed.
         scopes: Where it applies; empty = everywhere.
         asking: Values that need those scopes; None = all but the default.
-        words: Valid values of a text; empty = any text.
-        pattern: Regular expression for the texts if `words` is empty.
+        choices: Valid values of a text; empty = any text.
+        pattern: Regular expression for the texts if `choices` is empty.
         least, below: Limits of a number.
         zero_is_never: 0 is valid, too, and means "never".
         check: Replaces all checks here: takes the option's name and the value, and returns the value to keep.
@@ -65,7 +65,7 @@ class Option:
     group: str = ""
     scopes: tuple[Scope, ...] = ()
     asking: tuple[Any, ...] | None = None
-    words: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     pattern: str = ".+"
     least: float = 0
     below: float | None = None
@@ -99,7 +99,7 @@ class Option:
         """
         if self.check is not None:
             return self.check(name, value)
-        if self.type is str and not self.words:
+        if self.type is str and not self.choices:
             value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not self._fits(value):
             raise ConfigError(f"{name}={brief(value)}; expected {self.expected()}.", hint=self._hint(name, value))
@@ -114,15 +114,15 @@ class Option:
         if self.type is bool:
             return "True or False"
         if self.type is str:
-            return either(self.words) if self.words else self.metavar()
+            return either(self.choices) if self.choices else self.metavar()
         kind = "a whole number" if self.type is int else "a number"
         most = f"at most {_MOST:g}" if self.below is None else f"below {self.below:g}"
         return f"{kind} of at least {self.least:g} and {most}{', or 0 for never' if self.zero_is_never else ''}"
 
     def metavar(self) -> str:
         """Returns the placeholder for a value in `--help`."""
-        if self.words:
-            return f"{{{','.join(self.words)}}}"
+        if self.choices:
+            return f"{{{','.join(self.choices)}}}"
         return self.shown or {int: "N", float: "NUMBER"}.get(self.type, "TEXT")
 
     def usual(self) -> str:
@@ -138,7 +138,7 @@ class Option:
             return isinstance(value, bool)
         if self.type is str:
             return isinstance(value, str) and bool(
-                value in self.words if self.words else re.fullmatch(self.pattern, value)
+                value in self.choices if self.choices else re.fullmatch(self.pattern, value)
             )
         # Numbers of Python and numpy. num_gpus=True is a mistake, not one GPU.
         kind: Any = numbers.Integral if self.type is int else numbers.Real
@@ -150,9 +150,9 @@ class Option:
     def _hint(self, name: str, value: Any) -> str:
         if (text := str(value).lower()) in _TRUTH_VALUES:
             same = ("on", "auto") if _TRUTH_VALUES[text] else ("off",)
-            meant = next((f"Did you mean {word!r}? " for word in same if word in self.words), "")
+            meant = next((f"Did you mean {word!r}? " for word in same if word in self.choices), "")
         else:
-            meant = did_you_mean(text, {word: repr(word) for word in self.words})
+            meant = did_you_mean(text, {word: repr(word) for word in self.choices})
         return f"{meant}{self.hint or f'Leave {name} out: its default is {self.usual()}.'}"
 
 

@@ -136,17 +136,17 @@ class MultiGPUConfig:
         int | None, Option(DEALING, RANKS, least=1, otherwise="the script's", commands=_RUN_AND_VERIFY)
     ] = None
     enable_ddp: Annotated[bool, Option(GRADIENTS, TRAINER)] = True
-    global_batch: Annotated[str, Option(EVERYDAY, RANKS, words=("keep", "scale"), commands=_RUN_AND_VERIFY)] = "keep"
+    global_batch: Annotated[str, Option(EVERYDAY, RANKS, choices=("keep", "scale"), commands=_RUN_AND_VERIFY)] = "keep"
     strategy: Annotated[
         Strategy,
         Option(EVERYDAY, TRAINED, check=read_strategy, shown="NAME[:OPTION=VALUE,...]", commands=_RUN_AND_VERIFY),
     ] = _DDP
-    shard: Annotated[str, Option(EVERYDAY, TRAINED, words=("off", "auto", "on"), commands=_EVERY_COMMAND)] = "off"
+    shard: Annotated[str, Option(EVERYDAY, TRAINED, choices=("off", "auto", "on"), commands=_EVERY_COMMAND)] = "off"
     balance: Annotated[
-        str, Option(EVERYDAY, PLANNED, asking=("tokens",), words=("auto", "off", "tokens"), commands=_EVERY_COMMAND)
+        str, Option(EVERYDAY, PLANNED, asking=("tokens",), choices=("auto", "off", "tokens"), commands=_EVERY_COMMAND)
     ] = "auto"
-    resume: Annotated[str, Option(EVERYDAY, TRAINED, words=("off", "auto"))] = "off"
-    device: Annotated[str, Option(PLACE, words=("auto", "cpu", *KINDS), commands=_EVERY_COMMAND)] = "auto"
+    resume: Annotated[str, Option(EVERYDAY, TRAINED, choices=("off", "auto"))] = "off"
+    device: Annotated[str, Option(PLACE, choices=("auto", "cpu", *KINDS), commands=_EVERY_COMMAND)] = "auto"
     log_dir: Annotated[str, Option(PLACE, shown="FOLDER", commands=_RUN_AND_VERIFY, is_of_node=True)] = "logs"
     generators: Annotated[int, Option(PLACE, TRAINED)] = 0
     sequence_parallel: Annotated[int, Option(PLACE, TRAINED, least=1)] = 1
@@ -162,14 +162,14 @@ class MultiGPUConfig:
         float, Option(FAILING, least=2, zero_is_never=True, shown="SECONDS", commands=_RUN_AND_CHAOS)
     ] = 120.0
     grace_s: Annotated[float, Option(FAILING, least=0.001, shown="SECONDS", commands=_RUN_AND_CHAOS)] = 30.0
-    on_nan: Annotated[str, Option(FAILING, TRAINED, asking=("skip",), words=("raise", "skip", "off"))] = "raise"
-    check_first_step: Annotated[str, Option(FAILING, TRAINER, asking=("every",), words=("auto", "off", "every"))] = (
+    on_nan: Annotated[str, Option(FAILING, TRAINED, asking=("skip",), choices=("raise", "skip", "off"))] = "raise"
+    check_first_step: Annotated[str, Option(FAILING, TRAINER, asking=("every",), choices=("auto", "off", "every"))] = (
         "auto"
     )
     loss_reduction: Annotated[
-        str, Option(DEALING, TRAINER, words=("auto", "token_sum", "row_mean", "token_mean", "whole"))
+        str, Option(DEALING, TRAINER, choices=("auto", "token_sum", "row_mean", "token_mean", "whole"))
     ] = "auto"
-    inexact: Annotated[str, Option(FAILING, TRAINER, words=("warn", "raise"))] = "warn"
+    inexact: Annotated[str, Option(FAILING, TRAINER, choices=("warn", "raise"))] = "warn"
     verify_every: Annotated[int, Option(FAILING)] = 100
     nnodes: Annotated[int, Option(NODES, RANKS, least=1, hint=_ELASTIC)] = 1
     rdzv_endpoint: Annotated[

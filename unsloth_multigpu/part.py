@@ -108,8 +108,8 @@ class GradientExchange(Part):
         """Adds its state to a checkpoint."""
 
 
-def draws_completions(trainer: TrainerLike) -> bool:
-    """True for trainers whose ranks draw the completions that they train on: GRPO, RLOO, and GKD if it is on-policy."""
+def generates_samples(trainer: TrainerLike) -> bool:
+    """True for trainers that generate the completions that they train on: GRPO, RLOO, and GKD if it is on-policy."""
     is_on_policy = getattr(trainer, "lmbda", 0) > 0 or getattr(trainer, "seq_kd", False)
     return hasattr(trainer.args, "steps_per_generation") or (
         hasattr(trainer, "generate_on_policy_outputs") and is_on_policy

@@ -122,8 +122,8 @@ def _seed_ranks_equally(session: Session) -> None:
     if session.index:
         return  # The first session of this process did it.
     if session.context.run_dir is not None:
-        from unsloth_multigpu.group.random_state import DRAWS, take_draws
+        from unsloth_multigpu.group.random_state import RANDOM_STATE_FILE, write_seeded_state
 
-        take_draws(Path(session.context.run_dir, DRAWS).read_text(encoding="utf-8"))
+        write_seeded_state(Path(session.context.run_dir, RANDOM_STATE_FILE).read_text(encoding="utf-8"))
     elif session.identity.world_size > 1:
-        session.manager().agree_on_draws()
+        session.manager().agree_on_random_state()

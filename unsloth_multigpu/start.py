@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
+from unsloth_multigpu.accelerator import HIDDEN, KINDS, variables_for
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, variable
@@ -154,8 +154,8 @@ def _reserve_server_devices(config: MultiGPUConfig) -> dict[str, str]:
         return {}
     kind, available = visible_accelerators()
     num_others = available - config.generators
-    of_server = among(kind, range(num_others, available), os.environ)
-    os.environ.update(among(kind, range(num_others), os.environ))
+    of_server = variables_for(kind, range(num_others, available), os.environ)
+    os.environ.update(variables_for(kind, range(num_others), os.environ))
     return of_server
 
 

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from tests.gpu.card import IS_FAKE, IS_REHEARSAL, NEEDS_CARD, NEEDS_DRIVER, of_ranks
 from tests.helpers.run import PLAIN, run_python, run_well
 from unsloth_multigpu.deal.measure import Stopwatch
-from unsloth_multigpu.step.passes import free_rows
+from unsloth_multigpu.step.passes import mark_rows_dynamic
 
 SCRIPT, SUPERVISED = (Path(__file__).with_name(f"{name}.py") for name in ("training", "supervised"))
 DEVICE = "cpu" if IS_REHEARSAL else "cuda"
@@ -100,7 +100,7 @@ def test_rows_of_any_number_are_not_recompiled(facts):
             ids = torch.randint(64, (rows, 32), device=DEVICE)
             torch._dynamo.mark_static(ids, 0)
             if arm == "rows that are free":
-                free_rows([{"input_ids": ids}])
+                mark_rows_dynamic([{"input_ids": ids}])
             before = counters["stats"]["unique_graphs"]
             model(ids).sum().backward()
             found[arm][str(rows)] = counters["stats"]["unique_graphs"] - before

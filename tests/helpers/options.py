@@ -11,8 +11,8 @@ _TEXTS = {"strategy": "diloco:every_steps=8,outer_momentum=0.5", "rdzv_endpoint"
 def another_value(name: str) -> Any:
     """Returns a value that asks for something, if the option's default does not."""
     option = options_of(MultiGPUConfig)[name]
-    if option.asking or option.words:
-        return option.asking[0] if option.asking else next(word for word in option.words if word != option.default)
+    if option.asking or option.choices:
+        return option.asking[0] if option.asking else next(word for word in option.choices if word != option.default)
     if option.type is bool:
         return not option.default
     return option.type(3) if option.type in (int, float) else _TEXTS.get(name, "text")

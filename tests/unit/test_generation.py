@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.notebook_shape import notebook_shapes
-from unsloth_multigpu.deal.deal import check_divisible
+from unsloth_multigpu.deal.deal import check_enough_samples
 from unsloth_multigpu.deal.generation import (
     GenerationShape,
     arguments_of_one_process,
@@ -18,7 +18,7 @@ from unsloth_multigpu.deal.generation import (
     divide_generation,
 )
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.part import draws_completions
+from unsloth_multigpu.part import generates_samples
 from unsloth_multigpu.step.completions import deal_completions, unknown_inputs
 
 SMALL = st.integers(1, 12)
@@ -48,7 +48,7 @@ def test_every_shape_of_the_notebooks_is_shared_by_all_ranks_or_by_the_most_that
     assert len(shapes) > 60
     for shape in shapes:
         trainer, batch, accumulation, num_generations = shape
-        share = functools.partial(check_divisible, batch * accumulation)
+        share = functools.partial(check_enough_samples, batch * accumulation)
         if trainer == "GRPOTrainer":
             if batch * accumulation % num_generations:
                 batch = num_generations  # As Unsloth's GRPOConfig does.
@@ -96,7 +96,7 @@ def test_arguments_read_as_they_were_given_and_what_was_changed_since_is_kept():
 )
 def test_distillation_on_completions_of_its_own_is_known(facts, draws):
     trainer = SimpleNamespace(args=SimpleNamespace(), generate_on_policy_outputs=print, **facts)
-    assert draws_completions(trainer) == draws
+    assert generates_samples(trainer) == draws
 
 
 LENGTH = st.tuples(st.integers(0, 9), st.integers(0, 40))

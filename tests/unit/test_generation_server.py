@@ -66,13 +66,13 @@ def make(tmp_path, monkeypatch):
 
 def turned(server, until):
     said = []
-    wait_until(lambda: said.append(server.turn(ASKED)) or until(), 60, "the server")
+    wait_until(lambda: said.append(server.poll(ASKED)) or until(), 60, "the server")
     return said
 
 
 def test_server_is_started_when_it_is_asked_for_and_leaves_nothing(make, tmp_path, capfd):
     with make() as server:
-        assert server.turn([]) == ""
+        assert server.poll([]) == ""
         assert not server.log.exists()
         assert set(turned(server, lambda: server._is_ready)) == {""}
         facts = json.loads((tmp_path / "facts.json").read_text())
@@ -106,7 +106,7 @@ def test_server_ends_with_its_supervisor(make, tmp_path):
     if supervisor == 0:
         server = make()
         while not (tmp_path / "facts.json").exists():
-            server.turn(ASKED)
+            server.poll(ASKED)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(supervisor, 0)
     facts = json.loads((tmp_path / "facts.json").read_text())

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.progress import CallbackPhase, Guard, Progress
+from unsloth_multigpu.train.progress import CallbackPhase, PhaseMarks, Progress
 from unsloth_multigpu.wire.heartbeat import Heartbeat, HeartbeatPage, Phase, read_beats
 
 
@@ -25,7 +25,7 @@ def test_compiler_marks_its_time(monkeypatch, arguments):
     handler = SimpleNamespace(start_callbacks=begins, **of_starts, **of_ends)
     monkeypatch.setitem(sys.modules, "torch._dynamo.callback", SimpleNamespace(callback_handler=handler))
     trainer = FakeTrainer()
-    with Loop(trainer, [Guard(trainer, page)]).steering():
+    with Loop(trainer, [PhaseMarks(trainer, page)]).steering():
         for _ in range(2):
             trainer.get_batch_samples(iter([]), 1, None)
         page.mark(Phase.COMPUTE)
@@ -79,7 +79,7 @@ def test_training_is_marked_phase_by_phase():
     trainer = Noting(page)
     trainer.add_callback(OfTheScript(trainer))
     page.mark(step=7)
-    with Loop(trainer, [CallbackPhase(page), Guard(trainer, page)]).steering():
+    with Loop(trainer, [CallbackPhase(page), PhaseMarks(trainer, page)]).steering():
         assert (page.phase, page.step) == (Phase.SETUP, 0)
         for num_micro_batches, is_last in ((2, False), (1, True)):
             trainer.get_batch_samples()

@@ -1,6 +1,6 @@
 """Nodes meet, fail, are lost and leave; what this machine is called in their network, and what its ranks are told.
 
-Here each node is a meeting of its own in this process, over loopback.
+Here each node is a rendezvous of its own in this process, over loopback.
 """
 
 import socket
@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import TCPStore
 from tests.helpers.run import free_port, wait_until
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import nodes
-from unsloth_multigpu.launch.nodes import Meeting, listen_at, socket_interfaces, split_endpoint
+from unsloth_multigpu.launch.nodes import Rendezvous, listen_at, socket_interfaces, split_endpoint
 from unsloth_multigpu.options import MultiGPUConfig
 
 
@@ -30,7 +30,7 @@ def node(monkeypatch):
         def make(num_ranks=1, node_rank=None, timeout_s=30.0):
             given = {"nnodes": 2, "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_id": "job", "timeout_s": timeout_s}
             draws = f"of {num_ranks} ranks"
-            made = Meeting(MultiGPUConfig(**given, node_rank=node_rank), "job", num_ranks, draws)
+            made = Rendezvous(MultiGPUConfig(**given, node_rank=node_rank), "job", num_ranks, draws)
             stack.enter_context(made)
             return made
 
@@ -56,8 +56,8 @@ def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_atte
     # Rank 0 is on the node that serves, which came first.
     assert [(place.rank, place.local_world_size, place.world_size) for place in before] == [(0, 2, 5), (2, 3, 5)]
     assert (first.node, second.node) == (0, 1)
-    assert first.draws == second.draws  # Of one of the two.
-    assert first.draws in ("of 2 ranks", "of 3 ranks")
+    assert first.random_state == second.random_state  # Of one of the two.
+    assert first.random_state in ("of 2 ranks", "of 3 ranks")
     store_of_ranks(before).set("address of a rank", "x")
     after = meet(first, second, attempt=1)
     assert not store_of_ranks(after).check(["address of a rank"])
@@ -66,7 +66,7 @@ def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_atte
 
 
 def test_one_node_meets_nobody():
-    with Meeting(MultiGPUConfig(), "id", 2) as alone:
+    with Rendezvous(MultiGPUConfig(), "id", 2) as alone:
         place = alone.meet(0, lambda: False)
         assert (place.rank, place.world_size, alone.node, place.master_addr) == (0, 2, 0, "127.0.0.1")
         assert (alone.trouble(), alone.unheard_s(), alone.finish(lambda: False)) == ("", {}, "")
@@ -89,7 +89,7 @@ def test_wait_for_other_nodes_has_a_limit_and_ends_by_a_signal(node):
     with pytest.raises(LaunchError, match=r"Fewer than 2 node\(s\) arrived at .*; waited 0.5 s"):
         alone.meet(0, lambda: False)
     given = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:1", "rdzv_id": "j", "node_rank": 1, "timeout_s": 0.5}
-    lost = Meeting(MultiGPUConfig(**given), "j", 1).__enter__()
+    lost = Rendezvous(MultiGPUConfig(**given), "j", 1).__enter__()
     with pytest.raises(LaunchError, match=r"Node 0, which serves rdzv_endpoint=.*, is gone or unreachable"):
         lost.meet(0, lambda: False)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.refused import refused
-from unsloth_multigpu.deal.deal import Balance, balance_step, check_divisible, deal_step, equation, in_lockstep
+from unsloth_multigpu.deal.deal import Balance, balance_step, check_enough_samples, deal_step, equation, in_lockstep
 from unsloth_multigpu.deal.plan import CostModel, fit_cost, plan_step, relative_speeds, step_time, without_outliers
 from unsloth_multigpu.errors import ConfigError
 
@@ -289,10 +289,10 @@ def test_equation_shows_the_step(sizes, world_size, regroup, text):
 def test_step_with_fewer_samples_than_ranks_is_an_error():
     hint = "Set num_gpus=3 (of all nodes together), or raise per_device_train_batch_size or grad"
     with refused(ConfigError, "An optimizer step of 3 sample(s) cannot be shared by 4 ranks", hint) as error:
-        check_divisible(3, 4)
+        check_enough_samples(3, 4)
     assert "gradient_accumulation_steps to 4 samples" in error.value.hint
-    check_divisible(4, 4)
-    check_divisible(2, 2, num_sharing=2)
+    check_enough_samples(4, 4)
+    check_enough_samples(2, 2, num_sharing=2)
     with pytest.raises(ConfigError, match=r"1 sample.* cannot be shared by 4 ranks") as error:
-        check_divisible(1, 2, num_sharing=2)
+        check_enough_samples(1, 2, num_sharing=2)
     assert error.value.most_ranks == 2

@@ -140,4 +140,4 @@ def test_only_rows_with_other_values_are_drawn(row_of, is_drawn):
 
     step = Step([], (2,), [0, 1])
     rows = StepRows(SimpleNamespace(rows_of=rows_of), step, 0, lambda: None)
-    assert rows.are_rows_drawn == is_drawn
+    assert rows.data_draws == is_drawn

@@ -56,12 +56,12 @@ def use(server, name, **arguments):
 
 def test_arguments_name_the_server_also_when_they_are_built_again():
     args = Arguments()
-    server().name_in(args)
+    server().set_address(args)
     assert args == Arguments(vllm_server_base_url="http://127.0.0.1:20000", vllm_group_port=20001)
     again = Arguments(**vars(args))
-    server().name_in(again)
+    server().set_address(again)
     assert again == args
-    server().name_in(SimpleNamespace())  # Those of a Trainer that does not generate.
+    server().set_address(SimpleNamespace())  # Those of a Trainer that does not generate.
 
 
 @pytest.mark.parametrize(
@@ -76,16 +76,16 @@ def test_arguments_name_the_server_also_when_they_are_built_again():
 )
 def test_arguments_that_ask_for_no_server_or_another_one_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        server().name_in(Arguments(**given))
+        server().set_address(Arguments(**given))
 
 
 def test_unsloth_and_an_old_trl_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
     with pytest.raises(SetupError, match="with Unsloth, each process generates by itself"):
-        server().name_in(Arguments())
+        server().set_address(Arguments())
     monkeypatch.setattr(server_patches, "check_version", lambda _: SimpleNamespace(ok=False))
     with pytest.raises(VersionError, match=r"generators=1 needs trl>=0\.28"):
-        server().name_in(Arguments())
+        server().set_address(Arguments())
 
 
 def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path, monkeypatch):

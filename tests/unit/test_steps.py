@@ -18,7 +18,7 @@ from unsloth_multigpu.session import Session
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.sequence import layers_of
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.trainer import DDPTrainer, counts_as_one_process
+from unsloth_multigpu.train.trainer import DDPTrainer, gets_batches_of_one_process
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
@@ -106,10 +106,10 @@ def test_trainer_must_prepare_one_loader(num_loaders):
 @pytest.mark.parametrize("facts", [{"is_deepspeed_enabled": True}, {"generates": True}, {"num_processes": 1}])
 def test_trainer_that_is_not_dealt_for_does_not_count_as_one_process(facts):
     trainer = Losing(**({"steps_per_generation": 2} if "generates" in facts else {}))
-    assert counts_as_one_process(Losing(), 2)
+    assert gets_batches_of_one_process(Losing(), 2)
     trainer.is_deepspeed_enabled = "is_deepspeed_enabled" in facts
     trainer.accelerator.num_processes = facts.get("num_processes", 2)
-    assert not counts_as_one_process(trainer, 2)
+    assert not gets_batches_of_one_process(trainer, 2)
 
 
 def steered(trainer, identity=ONE_OF_TWO, **options):

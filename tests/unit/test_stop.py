@@ -55,24 +55,24 @@ def send(*numbers):
 def test_first_signal_asks_ranks_that_train_and_the_second_ends_them(stop, beat, tmp_path, capfd, number):
     send(number, number)  # At once: the same again.
     before_s = time.monotonic()
-    assert stop.turn(BOTH) is None
+    assert stop.poll(BOTH) is None
     asked = read_request(tmp_path)
     assert (asked.signal_number, stop.signal_number, stop.how) == (number, number, "saved")
     assert abs(asked.deadline_s - before_s - 5.0) < 1.0
     assert f"{number.name}: the ranks finish their step, save and stop, within 5 s" in capfd.readouterr().err
     stop._first_s -= 1.0
     send(signal.SIGTERM)
-    assert stop.turn(BOTH) == signal.SIGKILL
+    assert stop.poll(BOTH) == signal.SIGKILL
     assert (stop.signal_number, stop.how) == (number, "at once")
 
 
 def test_script_that_caught_ctrl_c_may_take_its_time(stop, beat, tmp_path):
     send(signal.SIGINT)
-    assert stop.turn(BOTH) is None
+    assert stop.poll(BOTH) is None
     end_time(tmp_path)
-    assert stop.turn([*BOTH, event("stopped", 0), event("stopped", 1)]) is None
+    assert stop.poll([*BOTH, event("stopped", 0), event("stopped", 1)]) is None
     assert stop.how == "saved"
-    assert stop.turn([*BOTH, event("stopped", 0)]) == signal.SIGKILL
+    assert stop.poll([*BOTH, event("stopped", 0)]) == signal.SIGKILL
     assert stop.how == "late"
 
 
@@ -89,17 +89,17 @@ def test_script_that_caught_ctrl_c_may_take_its_time(stop, beat, tmp_path):
 def test_signal_while_nobody_trains_and_a_lost_terminal_end_all(stop, beat, tmp_path, phase, number, num_started, sent):
     beat.mark(phase)
     send(number)
-    assert stop.turn(BOTH[:num_started]) == sent
+    assert stop.poll(BOTH[:num_started]) == sent
     assert (stop.signal_number, stop.how, read_request(tmp_path)) == (number, "at once", None)
-    assert stop.turn(BOTH) is None
+    assert stop.poll(BOTH) is None
     stop._first_s -= 31.0  # A rank that does not end is killed.
-    assert stop.turn(BOTH) == signal.SIGKILL
+    assert stop.poll(BOTH) == signal.SIGKILL
     assert stop.how == "at once"
 
 
 def test_signal_that_ranks_heard_of_from_another_node_is_the_supervisors_too(stop, tmp_path):
     ask_to_stop(tmp_path, StopRequest(signal.SIGUSR1, time.monotonic() + 5.0))
-    assert stop.turn(BOTH) is None
+    assert stop.poll(BOTH) is None
     assert (stop.is_asked(), stop.signal_number) == (True, signal.SIGUSR1)
 
 

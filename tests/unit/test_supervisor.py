@@ -49,7 +49,7 @@ class Watched:
 
 
 class Met:
-    """In the place of a meeting of nodes."""
+    """In the place of a rendezvous of nodes."""
 
     def __init__(self, becomes="", is_over=False):
         self.becomes, self.told = becomes, ""
@@ -66,7 +66,7 @@ def launcher_of(folder, stop=None, met=None):
     made = DDPLauncher(["true"], 2, MultiGPUConfig(max_restarts=1))
     made.run_dir = made.log_dir = folder
     made.server = GenerationServer(made.config, {}, folder, folder, 0)
-    made.stop, made.meeting = stop or Stopped(), met or Met()
+    made.stop, made.rendezvous = stop or Stopped(), met or Met()
     return made
 
 

@@ -148,7 +148,7 @@ def _filler(*positions: int) -> Piece:
     return Piece(positions, share=0.0, is_filler=True)
 
 
-def check_divisible(num_samples: int, world_size: int, num_sharing: int = 1) -> None:
+def check_enough_samples(num_samples: int, world_size: int, num_sharing: int = 1) -> None:
     """Raises ConfigError if a full step has fewer samples than `world_size`. `num_sharing` ranks count as one."""
     if num_samples < world_size:
         raise ConfigError(
@@ -232,13 +232,13 @@ class MicroBatch:
     Attributes:
         share: See `Piece`. If the loss is a mean over something other than rows, the fraction of that.
         factor: The loss is multiplied by it.
-        is_weighed: The factor was applied when the loss was computed, not when its backward pass started.
+        is_weighted: The factor was applied when the loss was computed, not when its backward pass started.
     """
 
     inputs: Any
     piece: Piece
     factor: float = 1.0
-    is_weighed: bool = False
+    is_weighted: bool = False
 
     def __post_init__(self) -> None:
         self.share = self.piece.share

@@ -23,7 +23,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
+from unsloth_multigpu.accelerator import HIDDEN, KINDS, variables_for
 from unsloth_multigpu.errors import FederatedError, SetupError
 from unsloth_multigpu.federated.rounds import ClientRecord
 from unsloth_multigpu.logs import get_logger
@@ -424,7 +424,7 @@ def slot_environment(device: torch.device, num_slots: int, seed: int, environmen
     of_ranks = {name for name in given if name in _OF_RANKS or name.startswith(_OF_LAUNCHERS)}
     own = defaults | {name: value for name, value in given.items() if name not in of_ranks}
     try:
-        return own | (_NO_DEVICE if device.type == "cpu" else among(device.type, [device.index], environment))
+        return own | (_NO_DEVICE if device.type == "cpu" else variables_for(device.type, [device.index], environment))
     except IndexError as hiding:
         name = str(hiding)
         raise SetupError(

@@ -150,8 +150,8 @@ class ServerOptions:
     num_gpus: Annotated[int | None, Option(least=1, otherwise="all")] = None
     clients_per_gpu: Annotated[int, Option(least=1)] = 1
     max_workers: Annotated[int | None, Option(least=1)] = None
-    placement: Annotated[str, Option(words=("round_robin", "balanced"))] = "round_robin"
-    lora_aggregation: Annotated[str, Option(words=("mean", "project"))] = "mean"
+    placement: Annotated[str, Option(choices=("round_robin", "balanced"))] = "round_robin"
+    lora_aggregation: Annotated[str, Option(choices=("mean", "project"))] = "mean"
     seed: Annotated[int, Option(below=2**31)] = 0
     log_dir: Annotated[str, Option(shown="the name of a folder")] = "logs"
 
@@ -167,7 +167,7 @@ class FitOptions:
     num_rounds: Annotated[int, Option(least=1)] = 3
     config: Annotated[Mapping[str, Any] | None, Option(check=_take_config)] = None
     output_dir: Annotated[str | None, Option(shown="the name of a folder")] = None
-    resume: Annotated[str | None, Option(words=("auto",))] = None
+    resume: Annotated[str | None, Option(choices=("auto",))] = None
     min_success: Annotated[float, Option(check=_take_share)] = 0.0
     round_timeout_s: Annotated[float, Option(least=1e-3)] = 3600.0
     server_evaluate: Annotated[Any, Option(check=called_as("server_evaluate(model, server_round)"))] = None

@@ -19,7 +19,7 @@ from unsloth_multigpu.accelerator import CPU_BACKEND, WITHOUT_GROUP, backend_of,
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.board import Board
 from unsloth_multigpu.group.outcome import failure, value_of
-from unsloth_multigpu.group.random_state import read_draws, take_draws
+from unsloth_multigpu.group.random_state import read_seeded_state, write_seeded_state
 from unsloth_multigpu.group.saves import Saves
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.logs import get_logger
@@ -60,7 +60,7 @@ class DDPManager(Board):
         self.connect_store: Callable[[], Store] = lambda: _connect_store(identity, config.timeout_s)
         self.tell: Callable[[str], object] = lambda _kind: None
         self._last_works: deque[Any] = deque(maxlen=8)
-        self._serves = False  # Rank 0's process serves the store that this rank has used.
+        self._is_store_on_rank_0 = False  # Rank 0's process serves the store that this rank has used.
         self.saves = Saves(self)
         self.waits = Waits()
 
@@ -78,14 +78,14 @@ class DDPManager(Board):
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
             # Rank 0's process serves it under srun and Ray, unlike torch elastic's and a notebook's.
             if self.identity.world_size > 1 and self.identity.launcher != "notebook" and not _is_elastic():
-                self._serves = True
+                self._is_store_on_rank_0 = True
                 self.come()
         return self._store
 
     def leave_store(self, limit_s: float) -> None:
         """Called when this rank ends. If rank 0 serves the store, it waits for the others, at most `limit_s`."""
-        if self._serves:
-            self._serves = False
+        if self._is_store_on_rank_0:
+            self._is_store_on_rank_0 = False
             self.leave(self.identity.world_size, limit_s)
 
     @functools.cached_property
@@ -124,13 +124,13 @@ class DDPManager(Board):
                 hint="Do not call init_process_group with other values.",
             )
 
-    def agree_on_draws(self) -> None:
+    def agree_on_random_state(self) -> None:
         """Takes over the random state of the rank that calls this first. No rank waits for another.
 
         If the script has seeded the generators, they are equal on all ranks and nothing changes. Ranks that torchrun
         restarts get the state of the first attempt.
         """
-        take_draws(self._store_of_run.compare_set("draws", "", read_draws()).decode())
+        write_seeded_state(self._store_of_run.compare_set("draws", "", read_seeded_state()).decode())
         # A running process cannot change its string hash, by which the order of `list(set(labels))` differs between
         # ranks.
         mine = str(hash(_PREFIX))

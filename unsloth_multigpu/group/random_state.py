@@ -17,8 +17,8 @@ from unsloth_multigpu.accelerator import KINDS
 
 _Item = TypeVar("_Item")
 
-# File in the private folder of a run: the result of `read_draws` in the supervisor.
-DRAWS = "draws.json"
+# File in the private folder of a run: the result of `read_seeded_state` in the supervisor.
+RANDOM_STATE_FILE = "random_state.json"
 
 
 def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
@@ -56,14 +56,14 @@ def write_random_state(state: dict[str, Any]) -> None:
         getattr(torch, device_type).set_rng_state(_tensor(words))
 
 
-def read_draws() -> str:
-    """Returns the random state and torch's seed as JSON, for `take_draws` in other processes of the run."""
+def read_seeded_state() -> str:
+    """Returns the random state and torch's seed as JSON, for `write_seeded_state` in other processes of the run."""
     return json.dumps([torch.initial_seed(), read_random_state()])
 
 
-def take_draws(draws: str) -> None:
+def write_seeded_state(text: str) -> None:
     """Gives this process the random state of another one. Nothing changes if the script has seeded both alike."""
-    seed, state = json.loads(draws)
+    seed, state = json.loads(text)
     if torch.initial_seed() != seed:
         torch.manual_seed(seed)  # Also seeds devices, even if they are opened later.
     write_random_state(state)

@@ -59,7 +59,7 @@ class GenerationServer:
                 hint='Train a GRPOTrainer or RLOOTrainer with use_vllm=True and vllm_mode="server", or leave it out.',
             )
 
-    def name_in(self, args: ArgumentsLike) -> None:
+    def set_address(self, args: ArgumentsLike) -> None:
         """Sets its address in the arguments of a Trainer that generates, before they are validated.
 
         Raises:

@@ -116,9 +116,9 @@ class TrainerHooks:
     def _whole_for_readers(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any, **kw: Any) -> Any:
         """Gives a script that reads or counts batches those of one process. Trainings and evaluations divide them."""
         from unsloth_multigpu.deal.one_process import is_being_dealt
-        from unsloth_multigpu.train.trainer import counts_as_one_process
+        from unsloth_multigpu.train.trainer import gets_batches_of_one_process
 
-        is_whole = not is_being_dealt(trainer) and counts_as_one_process(trainer, self._world_size)
+        is_whole = not is_being_dealt(trainer) and gets_batches_of_one_process(trainer, self._world_size)
         with self._loaders.building(trainer) if is_whole else nullcontext():
             return original(trainer, *args, **kw)
 
@@ -156,7 +156,7 @@ class TrainerHooks:
         session, config, has_ranks = self.session, self.session.config, self._world_size > 1
         session.tool.adjust_arguments(arguments)
         if session.server is not None:
-            session.server.name_in(arguments)
+            session.server.set_address(arguments)
         if has_ranks:
             # accelerate opens the group next, and its error would not name a missing rank.
             session.manager().meet_ranks()

@@ -81,7 +81,7 @@ class GenerationServer:
     def _marker(self) -> str:
         return f"{ENV_SERVER}={self.run_dir}/{self.attempt}"
 
-    def turn(self, events: Sequence[Event]) -> str:
+    def poll(self, events: Sequence[Event]) -> str:
         """Called about ten times a second while ranks run. Returns why the server has failed, "" if it has not."""
         if self._process is not None and self.error is None:
             self._look(self._process)

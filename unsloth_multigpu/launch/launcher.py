@@ -15,10 +15,10 @@ from pathlib import Path
 
 from unsloth_multigpu.accelerator import allocator_variables
 from unsloth_multigpu.errors import ConfigError, LaunchError, PatchError, SetupError, VersionError
-from unsloth_multigpu.group.random_state import DRAWS, read_draws
+from unsloth_multigpu.group.random_state import RANDOM_STATE_FILE, read_seeded_state
 from unsloth_multigpu.launch.cause import INTERRUPTED, Cause, find_refusal
 from unsloth_multigpu.launch.generation_server import GenerationServer, free_ports
-from unsloth_multigpu.launch.nodes import Meeting, socket_interfaces
+from unsloth_multigpu.launch.nodes import Rendezvous, socket_interfaces
 from unsloth_multigpu.launch.stop import Stop, describe_stop, how_to_resume, signals_queued
 from unsloth_multigpu.launch.watch import POLL_S, Ranks, Watch, start_ranks
 from unsloth_multigpu.logs import get_logger, tell
@@ -61,7 +61,7 @@ class DDPLauncher:
     run_dir: Path = field(init=False, compare=False, repr=False)
     log_dir: Path = field(init=False, compare=False, repr=False)
     stop: Stop = field(init=False, compare=False, repr=False)
-    meeting: Meeting = field(init=False, compare=False, repr=False)
+    rendezvous: Rendezvous = field(init=False, compare=False, repr=False)
     server: GenerationServer = field(init=False, compare=False, repr=False)
 
     def run(self) -> int:
@@ -86,33 +86,33 @@ class DDPLauncher:
             environment = {**os.environ, **variables, "TORCHELASTIC_RUN_ID": run_id}
             grace_s = self.config.grace_s if self.saves_when_stopped else 0.0
             self.stop = Stop(signals, self.run_dir, self.num_ranks, grace_s)
-            self.meeting = stack.enter_context(Meeting(self.config, run_id, self.num_ranks, read_draws()))
+            self.rendezvous = stack.enter_context(Rendezvous(self.config, run_id, self.num_ranks, read_seeded_state()))
             try:
                 codes = (self._run_attempt(attempt, environment) for attempt in itertools.count())
                 return next(code for code in codes if code is not None)
             except LaunchError as error:
-                self.meeting.fail(str(error))
+                self.rendezvous.fail(str(error))
                 tell(f"\nunsloth_multigpu: {error}\n")
                 return error.exit_code
 
     def _run_attempt(self, attempt: int, environment: Mapping[str, str]) -> int | None:
         """Runs the ranks once. Returns the exit code of the run, or None if the ranks are to be restarted."""
-        first = self.meeting.meet(attempt, self.stop.is_asked)
+        first = self.rendezvous.meet(attempt, self.stop.is_asked)
         if first is None or self.stop.is_asked():
             return self._report_stop([])
-        write_private(self.run_dir / DRAWS, self.meeting.draws)
+        write_private(self.run_dir / RANDOM_STATE_FILE, self.rendezvous.random_state)
         # The variables of torchrun. TORCHELASTIC_USE_AGENT_STORE: no rank serves the store at MASTER_ADDR.
         variables = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **environment,
-            "GROUP_RANK": str(self.meeting.node),
+            "GROUP_RANK": str(self.rendezvous.node),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(self.config.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         self.server = GenerationServer(self.config, self.devices, self.run_dir, self.log_dir, attempt)
         with self.server, start_ranks(self.command, first, variables, self.log_dir) as ranks:
-            watch = Watch(ranks, self.run_dir, self.log_dir, self.config, attempt, self.meeting.unheard_s)
+            watch = Watch(ranks, self.run_dir, self.log_dir, self.config, attempt, self.rendezvous.unheard_s)
             trouble = self._watch_ranks(ranks, watch)
         return self._conclude(attempt, watch, trouble)
 
@@ -122,11 +122,11 @@ class DDPLauncher:
         try:
             while ranks.living():
                 events = watch.look()
-                if (signal_number := self.stop.turn(events)) is not None:
+                if (signal_number := self.stop.poll(events)) is not None:
                     ranks.send(signal_number)
                 # A signal that stops the run may also reach the server, whose end is then not a failure.
-                server_error = "" if self.stop.signal_number else self.server.turn(events)
-                if not trouble and not watch.has_failed and (trouble := self.meeting.trouble() or server_error):
+                server_error = "" if self.stop.signal_number else self.server.poll(events)
+                if not trouble and not watch.has_failed and (trouble := self.rendezvous.trouble() or server_error):
                     watch.must_end = True
                 time.sleep(POLL_S)
             watch.look()
@@ -143,14 +143,14 @@ class DDPLauncher:
         if stop.signal_number and stop.how != "saved":
             return self._report_stop(events)
         if not watch.has_failed and not trouble:
-            trouble = self.meeting.finish(stop.is_asked)
+            trouble = self.rendezvous.finish(stop.is_asked)
             if not trouble:
                 return self._report_end(events)
         elif stop.is_asked() and kinds & {"stopped", INTERRUPTED} and "exception" not in kinds:
             return self._report_stop(events)
         if not trouble:
             return self._report_failure(attempt, watch.cause(), events)
-        if attempt >= self.config.max_restarts or self.meeting.is_over():
+        if attempt >= self.config.max_restarts or self.rendezvous.is_over():
             if self.server.error is not None:
                 raise self.server.error
             raise LaunchError(f"The run has ended: {trouble}.", hint="Start the command again on all nodes.")
@@ -160,7 +160,7 @@ class DDPLauncher:
     def _report_failure(self, attempt: int, cause: Cause, events: Sequence[Event]) -> int | None:
         if self._needs_fewer_ranks(events):
             return cause.exit_code
-        self.meeting.fail(cause.message)
+        self.rendezvous.fail(cause.message)
         what = f"\n{cause.traceback}unsloth_multigpu: {cause.message}."
         if attempt < self.config.max_restarts:
             is_permanent = any(e.kind == "exception" and e.facts.get("exit_code") in _PERMANENT for e in events)
@@ -209,7 +209,7 @@ class DDPLauncher:
     def _report_stop(self, events: Sequence[Event]) -> int:
         step = max((beat.step for beat in read_beats(self.run_dir).values()), default=-1)
         text = describe_stop(self.stop, events, step, self.config.grace_s, self.config.resume)
-        self.meeting.fail(text)
+        self.rendezvous.fail(text)
         tell(f"\nunsloth_multigpu: {text}\n")
         return -self.stop.signal_number
 

@@ -97,22 +97,22 @@ def serve_store(host: str, port: int) -> TCPStore | None:
         ) from error
 
 
-class Meeting:
+class Rendezvous:
     """Connects this node with the other nodes. Node 0 serves the store at `rdzv_endpoint` and the ranks' stores.
 
     With several nodes a thread calls the store, because a call may block for minutes after a machine has vanished.
     Only the main thread replaces `_own`, only the other thread the attributes that it reads from the store.
 
     Attributes:
-        draws: Result of `random_state.read_draws` in this process; after `meet`, in that of the node that came first.
+        random_state: `random_state.read_seeded_state` of this process; after `meet`, of the process that came first.
         node: Number of this node; None until it has one.
 
     Raises:
         LaunchError: This is node 0, and it cannot listen at `rdzv_endpoint`.
     """
 
-    def __init__(self, config: MultiGPUConfig, run_id: str, num_ranks: int, draws: str = "") -> None:
-        self.draws = draws
+    def __init__(self, config: MultiGPUConfig, run_id: str, num_ranks: int, random_state: str = "") -> None:
+        self.random_state = random_state
         self._config = config
         self._num_nodes = config.nnodes
         self._prefix = f"unsloth_multigpu/{run_id}"
@@ -136,7 +136,7 @@ class Meeting:
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._talk, name="unsloth_multigpu-nodes", daemon=True)
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         if self._num_nodes > 1:
             is_server, place = self._served is not None, self._config.rdzv_endpoint
             logger.info("nodes connect at %s, nnodes=%d serves=%s", place, self._num_nodes, is_server)
@@ -249,7 +249,7 @@ class Meeting:
                 store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
                 store.set_timeout(timedelta(seconds=CALL_LIMIT_S))
             node = self._claim_node_rank(store)
-            self.draws = store.compare_set(f"{self._prefix}/draws", "", self.draws).decode()
+            self.random_state = store.compare_set(f"{self._prefix}/draws", "", self.random_state).decode()
             self.node = node
             while not self._has_left:
                 self._exchange(store, self.node)

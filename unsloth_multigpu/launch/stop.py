@@ -59,7 +59,7 @@ class Stop:
             self.signal_number, self.how = self._signals.popleft()[0], "at once"
         return self.signal_number != 0
 
-    def turn(self, events: Sequence[Event]) -> signal.Signals | None:
+    def poll(self, events: Sequence[Event]) -> signal.Signals | None:
         """Called about ten times a second while ranks run. Returns the signal to send to the ranks now, or None."""
         while self._signals:
             number, time_s = self._signals.popleft()

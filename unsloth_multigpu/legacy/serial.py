@@ -61,7 +61,7 @@ class SerialTrainer(Part):
         self._reduction: LossReduction | None = None
         # Device and factor of the shard that is computed now.
         self._shard: tuple[torch.device, float] | None = None
-        self._is_weighed = False
+        self._is_weighted = False
         self._num_steps = self._num_samples = self._num_shards = 0
 
     def run(self, original_train: Callable[[], Any]) -> Any:
@@ -108,7 +108,7 @@ class SerialTrainer(Part):
         losses = []
         # If there are fewer rows than devices, there are fewer shards.
         for place, (device, (shard, factor)) in enumerate(zip(self._devices, self._cut(inputs), strict=False)):
-            self._shard, self._is_weighed = (device, factor), False
+            self._shard, self._is_weighted = (device, factor), False
             try:
                 with ExitStack() as stack:
                     if device.type in KINDS:
@@ -119,7 +119,7 @@ class SerialTrainer(Part):
                     loss = original(model, shard, *args, **kwargs)
             finally:
                 self._shard = None
-            if not self._is_weighed:
+            if not self._is_weighted:
                 name = type(self.trainer).__name__
                 raise SetupError(f"{name}.training_step() calls no compute_loss(): shards have no weight.", hint=HINT)
             self._num_shards += 1
@@ -163,7 +163,7 @@ class SerialTrainer(Part):
 
         if self._shard is None:  # An evaluation.
             return original(model, inputs, *args, **kw)
-        self._is_weighed = True
+        self._is_weighted = True
         device, factor = self._shard
         inputs, args, kw = send_to_device((inputs, args, kw), device)
         result = original(model, inputs, *args, **kw)
@@ -180,12 +180,12 @@ class SerialTrainer(Part):
         parts = {name: v.tensor_split(count) if _has_rows(v) else [v] * count for name, v in inputs.items()}
         pieces = [{name: part[i] for name, part in parts.items()} for i in range(count)]
         self._reduction = reduction = self._reduction or self._find_reduction()
-        if reduction.is_token_normalised:  # The loss of a shard is divided by the tokens of the whole step.
+        if reduction.is_token_normalized:  # The loss of a shard is divided by the tokens of the whole step.
             return [(piece, 1.0) for piece in pieces]
         weights = [reduction.count(piece) for piece in pieces]
-        weighed = zip(pieces, weights, strict=True)
+        weighted = zip(pieces, weights, strict=True)
         # A shard without a label adds nothing, and its mean would be NaN.
-        return [(piece, weight / sum(weights)) for piece, weight in weighed if weight] or [(inputs, 1.0)]
+        return [(piece, weight / sum(weights)) for piece, weight in weighted if weight] or [(inputs, 1.0)]
 
     def _find_reduction(self) -> LossReduction:
         """Returns the loss reduction, by the class of the trainer or by the option."""

@@ -23,7 +23,7 @@ from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.group.model import base_model
 from unsloth_multigpu.group.shards import Engine, part_of
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import draws_completions
+from unsloth_multigpu.part import generates_samples
 from unsloth_multigpu.shard.fake import ByteCounter, fake_memory
 from unsloth_multigpu.shard.memory import WITHOUT_FORECAST, MemoryForecast, Mode, StepBytes, Training, forecast_of
 from unsloth_multigpu.shard.sharding import check_optimizer, check_versions, layers_of
@@ -162,7 +162,7 @@ def forecasts(trainer: Any, training: Training, rows: Iterable[tuple[Mode, int]]
     Raises:
         SetupError: Its step cannot be run on fake tensors.
     """
-    if draws_completions(trainer):
+    if generates_samples(trainer):
         raise SetupError(
             f"The memory of a {type(trainer).__name__} cannot be forecast, because it generates its samples.",
             hint=WITHOUT_FORECAST,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from unsloth_multigpu.deal.deal import Step, StepShape, check_divisible, equation
+from unsloth_multigpu.deal.deal import Step, StepShape, check_enough_samples, equation
 from unsloth_multigpu.deal.one_process import as_one_process, batches_of_one_process
 from unsloth_multigpu.deal.sampler import StepLoader, own_samplers, step_loader
 from unsloth_multigpu.errors import SetupError
@@ -269,13 +269,13 @@ class StepFeed(Part):
         # The ranks must decide alike.
         self._manager.check_same({"loss reduction": str(passes.reduction)})
         passes.is_whole = self._keeps_whole()
-        regroup = passes.reduction.is_token_normalised and shape.world_size > 1
+        regroup = passes.reduction.is_token_normalized and shape.world_size > 1
         # Ranks that step independently compare only their own rows.
         is_gathered = passes.reduction.kind == GATHERED and not passes.is_alone
         in_each = is_gathered and not passes.is_whole and shape.world_size > 1
         steps.steps.shape = shape = replace(shape, regroup=regroup, whole=passes.is_whole, in_each=in_each)
         sizes = [self.batch_size] * self.num_accumulated
-        check_divisible(sum(sizes), shape.world_size, shape.num_sharing)
+        check_enough_samples(sum(sizes), shape.world_size, shape.num_sharing)
         if passes.sequence is not None:
             passes.sequence.check_loss(trainer, passes.reduction)
         dealt = ""
@@ -285,7 +285,7 @@ class StepFeed(Part):
             with kept_random_state(), KeptObjects(loader.dataset, loader.collate_fn):
                 dealt = self.balancer.prepare(
                     loader,
-                    is_token_sum=reduction.is_token_normalised,
+                    is_token_sum=reduction.is_token_normalized,
                     rows_are_independent=reduction.rows_are_independent,
                     is_lockstep=shape.is_lockstep,
                 )
@@ -365,7 +365,7 @@ class StepFeed(Part):
         known = self.passes.reduction
         self.proof.before(model, step)
         if self.passes.reduction != known:
-            self.passes.weigh_parts(step)
+            self.passes.weight_parts(step)
         return self.passes.train(original, model, step, num_items)
 
     def _unless_in_loss(self, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ class LossReduction:
     class_weights: tuple[float, ...] = ()
 
     @property
-    def is_token_normalised(self) -> bool:
+    def is_token_normalized(self) -> bool:
         """The loss is a sum divided by the step's `num_items_in_batch`, so any rank may compute any sample."""
         return self.kind == TOKEN_SUM
 

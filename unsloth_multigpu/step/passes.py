@@ -88,8 +88,8 @@ class StepPasses:
         batches, num_items = self.count(iter(inputs), len(inputs), device)
         take(trainer, step, inputs, batches)
         if self.balancer.varies_rows:
-            free_rows([m.inputs for m in step.micro_batches])
-        if self.reduction.is_token_normalised and num_items is None:
+            mark_rows_dynamic([m.inputs for m in step.micro_batches])
+        if self.reduction.is_token_normalized and num_items is None:
             raise SetupError(
                 f"{type(trainer).__name__} counted no tokens in a step, but its loss is to be divided by them.",
                 hint="Give the samples labels, or use global_batch='scale'.",
@@ -97,12 +97,12 @@ class StepPasses:
         if self.is_alone and num_items is not None:
             # A rank whose only micro-batch is a filler has no token of its own.
             num_items = max(num_items, 1) if isinstance(num_items, int) else num_items.clamp(min=1)
-        self.weigh_parts(step)
+        self.weight_parts(step)
         return num_items
 
-    def weigh_parts(self, step: Step) -> None:
+    def weight_parts(self, step: Step) -> None:
         """Sets the weight of each part of a micro-batch, by the known loss reduction. Collective."""
-        if self.reduction.is_token_normalised or not self.shares_micro_batches(step.sizes):
+        if self.reduction.is_token_normalized or not self.shares_micro_batches(step.sizes):
             return
         if self.reduction.mean_over in (ROWS, SUM):  # Rows are known from the plan, and sums need no weight.
             for micro_batch in step.micro_batches:
@@ -181,18 +181,18 @@ class StepPasses:
 
     def _call(self, training_step: Any, model: nn.Module, micro_batch: MicroBatch, num_items: Any) -> torch.Tensor:
         """Calls `training_step` once; returns the weighted loss."""
-        micro_batch.is_weighed, self._is_own_backward = False, True
+        micro_batch.is_weighted, self._is_own_backward = False, True
         shared = nullcontext() if self.sequence is None else instance_attribute(self.sequence, "is_on", True)
         with nullcontext() if micro_batch.factor else _without_gradient(model, self._trainer.optimizer), shared:
             loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
-        self._is_own_backward &= not micro_batch.is_weighed
+        self._is_own_backward &= not micro_batch.is_weighted
         if self._is_own_backward and self.is_lockstep:
             raise SetupError(
                 f"{type(self._trainer).__name__}.training_step calls backward() by itself, and the model is sharded: "
                 "micro-batches that a rank computes only to keep pace with the others would count.",
                 hint="Let it call self.accelerator.backward(loss).",
             )
-        return loss if micro_batch.is_weighed or not micro_batch.factor else loss * micro_batch.factor
+        return loss if micro_batch.is_weighted or not micro_batch.factor else loss * micro_batch.factor
 
     def _multiply_gradients(self, model: nn.Module) -> None:
         factor = self._gradient_factor
@@ -217,17 +217,17 @@ class StepPasses:
         if not model.training or self.current is None:
             return result
         loss, *others = result if isinstance(result, tuple) else (result,)
-        weighed, self.current.is_weighed = self._weighed(loss, self.current.factor), True
-        return (weighed, *others) if isinstance(result, tuple) else weighed
+        weighted, self.current.is_weighted = self._weighted(loss, self.current.factor), True
+        return (weighted, *others) if isinstance(result, tuple) else weighted
 
     def backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Overrides `Accelerator.backward`: weights a loss that a script's `training_step` computed by itself."""
         self._is_own_backward = False
-        if self.current is not None and not self.current.is_weighed:
-            loss = self._weighed(loss, self.current.factor)
+        if self.current is not None and not self.current.is_weighted:
+            loss = self._weighted(loss, self.current.factor)
         return original(loss, *args, **kwargs)
 
-    def _weighed(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+    def _weighted(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
         if factor == 1.0:
             return loss
         if not factor and self.is_lockstep and not bool(torch.isfinite(loss)):
@@ -243,7 +243,7 @@ class StepPasses:
         For a rank that steps independently, the gradient is the mean over its own samples.
         """
         factor = 1.0 if self.is_alone else self._manager.identity.world_size / self._gradient_factor
-        if self.reduction.is_token_normalised:
+        if self.reduction.is_token_normalized:
             return 0.0 if micro_batch.piece.is_filler else factor
         if self.reduction.mean_over != SUM or micro_batch.piece.is_filler:  # Sums of parts are the sum of the whole.
             factor *= micro_batch.share
@@ -307,7 +307,7 @@ def take(trainer: TrainerLike, step: Step, given: Sequence[Any], batches: Sequen
             micro_batch.inputs = {**batch, **kept}
 
 
-def free_rows(inputs: Sequence[Any]) -> None:
+def mark_rows_dynamic(inputs: Sequence[Any]) -> None:
     """Marks the number of rows as dynamic for torch.compile, where a Trainer has marked it as static.
 
     Unsloth does that when it counts a step's tokens. Compiled functions that take a mask or tokens would then be

@@ -50,7 +50,7 @@ from unsloth_multigpu.step.loss import (
     whole_ways,
 )
 from unsloth_multigpu.step.passes import on_device
-from unsloth_multigpu.step.snapshot import ERRORS, KeptObjects, LonePass, Still, kept_training_state
+from unsloth_multigpu.step.snapshot import ERRORS, KeptObjects, LonePass, WithoutDropout, kept_training_state
 from unsloth_multigpu.step.step_rows import NotPossibleError, StepRows
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -183,7 +183,7 @@ class StepProof:
                     again = self._again(model, rows, one, self._seed)
                 base = replace(base, rounding=max(gather(again.off)))
         base = replace(base, num_compared=num_compared, bound=rounding_bound(self._trainer), difference=off)
-        drawing = {"dropout": one.has_dropped, "the collator": rows.is_drawn, "the data set": rows.are_rows_drawn}
+        drawing = {"dropout": one.has_dropped, "the collator": rows.collator_draws, "the data set": rows.data_draws}
         drawing["the model or its loss"] = is_random
         draws = tuple(name for name, is_drawn in drawing.items() if is_drawn)
         both = one.numbers.keys() & dealt.numbers.keys()
@@ -198,12 +198,12 @@ class StepProof:
     def _seed(self) -> int:
         return draw_seed(int(self._trainer.args.seed), self._num_steps)
 
-    def _tried(self, model: nn.Module, rows: StepRows, num_references: int) -> Still:
+    def _tried(self, model: nn.Module, rows: StepRows, num_references: int) -> WithoutDropout:
         """Computes the first micro-batches as one process does; raises NotPossibleError if a rank cannot. Collective.
 
         The seconds are those of rank 0, whose device one process would use.
         """
-        why, found = "", Still()
+        why, found = "", WithoutDropout()
         try:
             rows.as_dealt()
             found = self._as_one(model, rows.part(num_references, None), self._seed)
@@ -231,11 +231,11 @@ class StepProof:
         found.seconds = ranks[0][1]
         return found
 
-    def _as_one(self, model: nn.Module, rows: StepRows, seed: int) -> Still:
+    def _as_one(self, model: nn.Module, rows: StepRows, seed: int) -> WithoutDropout:
         """Computes the step as one process does, without any of our overrides."""
         trainer, device = self._trainer, self._trainer.args.device
         training_step = unsteered(trainer.training_step)
-        with kept_training_state(trainer) as still, self._alone():
+        with kept_training_state(trainer) as result, self._alone():
             inputs = [on_device(trainer, batch) for batch in rows.as_one_process()]
             count = unsteered(trainer.get_batch_samples)
             batches, num_items = count(iter(inputs), len(inputs), device)
@@ -245,12 +245,12 @@ class StepProof:
                 seed_all(draw_seed(seed, i))
                 random_state = read_random_state(device.type)
                 training_step(bare, batches[i], num_items)
-                still.has_drawn |= read_random_state(device.type) != random_state
+                result.has_drawn |= read_random_state(device.type) != random_state
 
-            still.gradient, still.seconds = self._lone.gradient(model, len(batches), compute)
-        return still
+            result.gradient, result.seconds = self._lone.gradient(model, len(batches), compute)
+        return result
 
-    def _again(self, model: nn.Module, rows: StepRows, one: Still, seed: int) -> Difference:
+    def _again(self, model: nn.Module, rows: StepRows, one: WithoutDropout, seed: int) -> Difference:
         """Computes the step as one process does again, and compares its gradient with that of `one`."""
         again = self._as_one(model, rows, seed)
         return difference([one.gradient], [again.gradient], names_of(self._trainer.model))
@@ -269,10 +269,10 @@ class StepProof:
             stack.enter_context(instance_attribute(self._feed.passes, "in_loss", True))
             yield
 
-    def _as_dealt(self, model: nn.Module, rows: StepRows, one: Still) -> tuple[Difference, Still]:
+    def _as_dealt(self, model: nn.Module, rows: StepRows, one: WithoutDropout) -> tuple[Difference, WithoutDropout]:
         """Computes the step on all ranks, with the first loss reduction that fits one process. Collective."""
         passes, before = self._feed.passes, self._feed.passes.reduction
-        found: list[tuple[Difference, Still, LossReduction]] = []
+        found: list[tuple[Difference, WithoutDropout, LossReduction]] = []
         for reduction in self._reductions(rows, one):
             passes.reduction = reduction
             found.append((*self._dealt_once(model, rows, one), reduction))
@@ -283,11 +283,11 @@ class StepProof:
         passes.reduction = nearest if before.kind == AUTO else before
         return off, dealt
 
-    def _reductions(self, rows: StepRows, one: Still) -> list[LossReduction]:
+    def _reductions(self, rows: StepRows, one: WithoutDropout) -> list[LossReduction]:
         """Returns the loss reductions to try, the current one first. The same on all ranks."""
         known, asked = self._feed.passes.reduction, self._manager.config.loss_reduction
         # After a difference was reported the reduction stays.
-        if asked not in (AUTO, TOKEN_MEAN) or known.is_token_normalised or self._told_off:
+        if asked not in (AUTO, TOKEN_MEAN) or known.is_token_normalized or self._told_off:
             return [known]
         if not self._feed.passes.shares_micro_batches(rows.sizes):
             return [known]
@@ -300,11 +300,11 @@ class StepProof:
             return found
         return [known, *(each for each in found if each.mean_over != known.mean_over)]
 
-    def _dealt_once(self, model: nn.Module, rows: StepRows, one: Still) -> tuple[Difference, Still]:
+    def _dealt_once(self, model: nn.Module, rows: StepRows, one: WithoutDropout) -> tuple[Difference, WithoutDropout]:
         """Computes the step once on all ranks, and compares it with `one`. The seconds are those of the slowest."""
         manager, trainer = self._manager, self._trainer
         is_exchanged = isinstance(manager.config.strategy, DDP) and manager.identity.world_size > 1
-        with kept_training_state(trainer) as still:
+        with kept_training_state(trainer) as result:
             step = rows.as_dealt()
             num_items = self._feed.passes.counted(step)
             self._lone.zero_used()
@@ -326,17 +326,17 @@ class StepProof:
                         "the model return a tensor, a tuple, a dict or a dataclass.",
                     ) from error
                 raise
-            still.seconds = Lap(begin, moment(trainer.args.device)).seconds()
-            still.gradient = sketch(trainer.model)
-        ones, dealt, times = zip(*manager.gather_json([one.gradient, still.gradient, still.seconds]), strict=True)
-        still.seconds = max(times)
+            result.seconds = Lap(begin, moment(trainer.args.device)).seconds()
+            result.gradient = sketch(trainer.model)
+        ones, dealt, times = zip(*manager.gather_json([one.gradient, result.gradient, result.seconds]), strict=True)
+        result.seconds = max(times)
         names = names_of(trainer.model)
         if has_shards(trainer.model):
-            return difference(ones, dealt, names), still
+            return difference(ones, dealt, names), result
         if not is_exchanged and manager.identity.world_size > 1:
-            return difference_of_means(ones, dealt, names), still
+            return difference_of_means(ones, dealt, names), result
         each = [difference([mine], [theirs], names) for mine, theirs in zip(ones, dealt, strict=True)]
-        return max(each, key=lambda found: found.off), still
+        return max(each, key=lambda found: found.off), result
 
     @contextmanager
     def _seeded(self, micro_batch: MicroBatch, _: Step) -> Iterator[None]:

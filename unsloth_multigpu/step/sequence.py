@@ -49,7 +49,7 @@ class SharedSequence:
             raise SetupError(
                 "sequence_parallel changes layers, so they cannot be compiled (torch_compile=True).", hint=_WITHOUT
             )
-        if not reduction.is_token_normalised or has_own_step(trainer):
+        if not reduction.is_token_normalized or has_own_step(trainer):
             raise SetupError(
                 "sequence_parallel shares losses that are sums over tokens, but it is not known whether "
                 f"{name_of(trainer)} is one.",

@@ -63,7 +63,7 @@ _WRAPPERS = ("torch.utils.data", "transformers.trainer_utils", "transformers.dat
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-class Still(TorchFunctionMode):
+class WithoutDropout(TorchFunctionMode):
     """Switches dropout off and records class weights.
 
     `model.eval()` would also switch off other behaviour of training, and some quantized layers repack their weights
@@ -109,7 +109,7 @@ class Still(TorchFunctionMode):
 
 
 @contextmanager
-def kept_training_state(trainer: TrainerLike) -> Iterator[Still]:
+def kept_training_state(trainer: TrainerLike) -> Iterator[WithoutDropout]:
     """Surrounds a pass without dropout, and restores, on exit, all state that forward and backward may change.
 
     This covers random states, gradients, and what `KeptObjects` finds from the trainer. Writes to files or trackers
@@ -132,9 +132,9 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[Still]:
             stack.callback(setattr, parameter, "grad", gradient)
         # It clears gradients after an error.
         stack.enter_context(tried_pass(trainer.model))
-        still = stack.enter_context(Still())
-        yield still
-        still.numbers = numbers_of(trainer)
+        result = stack.enter_context(WithoutDropout())
+        yield result
+        result.numbers = numbers_of(trainer)
 
 
 class KeptObjects:

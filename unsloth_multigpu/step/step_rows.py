@@ -20,8 +20,8 @@ class StepRows:
     """The rows of a step. Both ways of collating start from the same state of data set and collator, by `begin_again`.
 
     Attributes:
-        is_drawn: The collator draws random numbers, so another seed gives other batches.
-        are_rows_drawn: The data set draws random numbers.
+        collator_draws: The collator draws random numbers, so another seed gives other batches.
+        data_draws: The data set draws random numbers.
     """
 
     def __init__(self, dataset: Any, step: Step, seed: int, begin_again: Callable[[], None]) -> None:
@@ -35,10 +35,10 @@ class StepRows:
             self._rows = dataset.rows_of(step.samples)
         with seeded_draws(seed + 1):
             again = dataset.rows_of(step.samples[: self.sizes[0]])
-        self.are_rows_drawn = not _is_equal(self._rows[: self.sizes[0]], again)
+        self.data_draws = not _is_equal(self._rows[: self.sizes[0]], again)
         self._batches: list[Any] | None = None
         self._mine: list[Rows] | None = None
-        self.is_drawn = False
+        self.collator_draws = False
 
     def part(self, num_references: int, shape: StepShape | None) -> StepRows:
         """Returns the rows of the first `num_references` micro-batches, dealt as by `shape`; None = not dealt."""
@@ -58,7 +58,7 @@ class StepRows:
             rows = [self._rows[end - n : end] for end, n in zip(ends, self.sizes, strict=True)]
             self._begin_again()
             self._batches = [self._collated(batch, draw_seed(self._seed, i)) for i, batch in enumerate(rows)]
-            self.is_drawn = not _is_equal(self._batches[0], self._collated(rows[0], draw_seed(self._seed + 1, 0)))
+            self.collator_draws = not _is_equal(self._batches[0], self._collated(rows[0], draw_seed(self._seed + 1, 0)))
         return [_copied(batch) for batch in self._batches]
 
     def _collated(self, rows: Rows, seed: int) -> Any:
@@ -68,7 +68,7 @@ class StepRows:
     def as_dealt(self) -> Step:
         """Returns this rank's part, not yet on the device."""
         whole = self.as_one_process()
-        if self.is_drawn:
+        if self.collator_draws:
             micro_batches = [MicroBatch(_cut(whole, self.sizes, piece.positions), piece) for piece in self._pieces]
             return Step(micro_batches, self.sizes)
         self._begin_again()
@@ -79,7 +79,7 @@ class StepRows:
             return collate_step(self._pieces, rows, self.sizes, self._dataset.collate)
 
     def _looked_up(self, positions: Sequence[int]) -> Rows:
-        if self.are_rows_drawn:
+        if self.data_draws:
             return [self._rows[p] for p in positions]
         found: Rows = self._dataset.rows_of([self._samples[p] for p in positions])
         return found

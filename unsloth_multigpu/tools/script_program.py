@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.accelerator import HIDDEN, among
+from unsloth_multigpu.accelerator import HIDDEN, variables_for
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Part, StateLike, TrainerLike
@@ -144,7 +144,7 @@ def device_variables(device: str, num_gpus: int) -> dict[str, str]:
     kind, num_devices = visible_accelerators()
     if num_gpus > 1 or num_devices < 2:
         return {}
-    return among(kind, [0], os.environ)
+    return variables_for(kind, [0], os.environ)
 
 
 def thread_variables(device: str, num_ranks: int) -> dict[str, str]:

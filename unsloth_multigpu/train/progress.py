@@ -111,7 +111,7 @@ class Progress(Part):
         self.replicas.check(self.trainer.model, step, beside, None if self.trained is None else self.trained.of_step)
 
 
-class Guard(Part):
+class PhaseMarks(Part):
     """Marks the phases of a training in this rank's heartbeat. `Checkpoints` marks evaluations and saves."""
 
     place = "phases"

@@ -19,7 +19,7 @@ from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.group.shards import Engine, find_engine, has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.option_type import Scope
-from unsloth_multigpu.part import GradientExchange, Part, TrainerLike, draws_completions
+from unsloth_multigpu.part import GradientExchange, Part, TrainerLike, generates_samples
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed
@@ -31,7 +31,7 @@ from unsloth_multigpu.train.evaluation import EqualEvaluations
 from unsloth_multigpu.train.figures import LogFigures, Meter, Waiting
 from unsloth_multigpu.train.lead import Lead, OneDecision, Preemption
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.progress import CallbackPhase, Guard, Progress
+from unsloth_multigpu.train.progress import CallbackPhase, PhaseMarks, Progress
 
 if TYPE_CHECKING:
     from unsloth_multigpu.session import Session
@@ -84,7 +84,7 @@ class DDPTrainer:
             self.meter,
             StepCheck(trainer, manager, self.steps, lead),
             CallbackPhase(session.beat),
-            Guard(trainer, session.beat),
+            PhaseMarks(trainer, session.beat),
             self.progress,
             preemption,
         ]
@@ -154,7 +154,7 @@ class DDPTrainer:
             from unsloth_multigpu.step.completions import CompletionDeal
 
             self.parts.append(CompletionDeal(self.trainer, self.manager, self.steps, self._beat))
-        if not self._is_alone and self.manager.identity.rank == 0 and draws_completions(self.trainer):
+        if not self._is_alone and self.manager.identity.rank == 0 and generates_samples(self.trainer):
             who = "a server generates completions" if self.config.generators else "each rank generates completions"
             logger.info("%s: %s, so the run differs from that on one GPU", name, who)
 
@@ -274,7 +274,7 @@ def _hands_on(method: Callable[..., Any]) -> bool:
     return code is not None and {"super", code.co_name} <= set(code.co_names)
 
 
-def counts_as_one_process(trainer: TrainerLike, world_size: int) -> bool:
+def gets_batches_of_one_process(trainer: TrainerLike, world_size: int) -> bool:
     """True if this Trainer gets the batches of one process in a run that keeps the global batch."""
     is_ours = trainer.accelerator.num_processes == world_size and not _other_parallelism(trainer, find_engine(trainer))
     # GRPO and similar trainers divide their batches themselves.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from unsloth_multigpu.accelerator import HIDDEN, among
+from unsloth_multigpu.accelerator import HIDDEN, variables_for
 from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_type import Option, did_you_mean
@@ -111,14 +111,14 @@ class BenchOptions(Arguments):
 
     arms: Annotated[str, Option(_WHAT, check=_check_arms, shown="A,B")] = "one_process,ours,torchrun"
     ranks: Annotated[int, Option(_WHAT, least=1)] = 2
-    device: Annotated[str, Option(_WHAT, words=("auto", "cpu", "cuda"))] = "auto"
+    device: Annotated[str, Option(_WHAT, choices=("auto", "cpu", "cuda"))] = "auto"
     model_size: Annotated[str, Option(_MODEL, check=_check_model_size, shown="{tiny,small,medium,1b,HxL[xV]}")] = (
         "small"
     )
-    dtype: Annotated[str, Option(_MODEL, words=("fp32", "bf16"))] = "fp32"
+    dtype: Annotated[str, Option(_MODEL, choices=("fp32", "bf16"))] = "fp32"
     gradient_checkpointing: Annotated[bool, Option(_MODEL)] = False
-    train: Annotated[str, Option(_MODEL, words=("full", "lora"))] = "full"
-    library: Annotated[str, Option(_MODEL, words=_LIBRARIES)] = TRANSFORMERS
+    train: Annotated[str, Option(_MODEL, choices=("full", "lora"))] = "full"
+    library: Annotated[str, Option(_MODEL, choices=_LIBRARIES)] = TRANSFORMERS
     four_bit: Annotated[bool, Option(_MODEL)] = False
     optim: Annotated[str, Option(_MODEL, shown="NAME")] = "adamw_torch"
     lengths: Annotated[str, Option(_SAMPLES, check=_check_lengths, shown="SPEC")] = "lognormal:75:512"
@@ -314,7 +314,7 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
         variables |= HIDDEN
     elif arm.num_devices(options) == 1:
         # A Trainer in one process would use DataParallel over all visible GPUs.
-        variables |= among("cuda", [0], inherited)
+        variables |= variables_for("cuda", [0], inherited)
     if options.library == UNSLOTH:
         # Rows are tokens already, so no processes are needed to prepare them.
         variables |= {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_DATASET_NUM_PROC": "0"}

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unsloth_multigpu.deal.deal import Balance, Plan, balance_step, check_divisible, deal_step
+from unsloth_multigpu.deal.deal import Balance, Plan, balance_step, check_enough_samples, deal_step
 from unsloth_multigpu.deal.plan import CostModel
 from unsloth_multigpu.errors import ConfigError
 
@@ -139,7 +139,7 @@ def estimate(work: Workload, num_ranks: int, link: Link) -> Estimate:
 
     Raises ConfigError if a step has fewer samples than ranks, so that the run would fail, too.
     """
-    check_divisible(sum(work.sizes), num_ranks)
+    check_enough_samples(sum(work.sizes), num_ranks)
     alone_s = work.update_s + _seconds(work, [_own_batches(work)] * len(work.steps))[1]
     if num_ranks == 1:
         plans = [_own_batches(work)] * len(work.steps)

@@ -57,7 +57,7 @@ class Options(Arguments):
     gpus: Annotated[Any, Option(check=parse_numbers, shown="N,N,...")] = "2,4,8"
     link: Annotated[Any, Option(check=parse_link, shown="NAME")] = "pcie"
     steps: Annotated[int, Option(least=5)] = 16
-    device: Annotated[str, Option(words=("auto", "cpu"))] = "auto"
+    device: Annotated[str, Option(choices=("auto", "cpu"))] = "auto"
     json: Annotated[bool, Option()] = False
     timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 

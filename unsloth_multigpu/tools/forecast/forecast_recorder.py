@@ -103,7 +103,7 @@ class Forecast(FirstSteps):
         number = len(self._lengths)
         tried = [n for n in _TRIED if n <= len(samples)]
         num_ranks = 1 if number <= WARM_UP_STEPS else tried[number % len(tried)]
-        regroup = self._steps.passes.reduction.is_token_normalised
+        regroup = self._steps.passes.reduction.is_token_normalized
         return functools.partial(_of_all_ranks, lengths, sizes, num_ranks, balancer.balance, regroup=regroup)
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
@@ -149,7 +149,7 @@ class Forecast(FirstSteps):
             steps=tuple(tuple(lengths) for lengths in self._lengths if len(lengths) == sum(sizes)),
             sizes=sizes,
             num_steps=int(trainer.state.max_steps),
-            regroup=self._steps.passes.reduction.is_token_normalised,
+            regroup=self._steps.passes.reduction.is_token_normalized,
             max_tokens=balancer.balance.max_tokens,
             gradient_bytes=num_bytes(*trained),
             hides=0.0 if is_cpu else BACKWARD_FROZEN if is_frozen else BACKWARD,

@@ -56,7 +56,7 @@ class Options(Arguments):
     tokens: Annotated[int | None, Option(least=1, otherwise="that of the script's data set")] = None
     model: Annotated[str | None, Option(shown="DIR_OR_ID", otherwise="that of the script")] = None
     lora: Annotated[int | None, Option(least=0, otherwise="16, with --model")] = None
-    bits: Annotated[str | None, Option(words=("4", "16"), otherwise="16, with --model")] = None
+    bits: Annotated[str | None, Option(choices=("4", "16"), otherwise="16, with --model")] = None
     json: Annotated[bool, Option()] = False
     timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 

@@ -19,9 +19,9 @@ from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import find_engine, has_shards, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike, draws_completions
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike, generates_samples
 from unsloth_multigpu.step.comparison import FINE, rounding_bound, sketch_of
-from unsloth_multigpu.step.snapshot import Still
+from unsloth_multigpu.step.snapshot import WithoutDropout
 from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
 from unsloth_multigpu.tools.script_program import FirstSteps
 
@@ -64,7 +64,7 @@ class Verify(FirstSteps):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        with super().around(), nullcontext() if self._dropout else Still():
+        with super().around(), nullcontext() if self._dropout else WithoutDropout():
             yield
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def find_reasons(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[tuple
     if not config.is_synchronous:
         found = f"strategy='{config.strategy}': ranks step independently, unlike one process"
         yield "local steps", found, "compare with strategy='ddp'"
-    if draws_completions(trainer):
+    if generates_samples(trainer):
         found = f"{type(trainer).__name__} trains on texts that it samples"
         yield "sampling", found, "compare another trainer; sampled texts differ between numbers of ranks"
     if (bound := rounding_bound(trainer)) > FINE:
