@@ -241,7 +241,7 @@ def _mismatch(seam: InstanceSeam, owner: type, what: str) -> PatchError:
     library = next((name for name in modules if name in _LIBRARIES), "transformers")
     row = check_version("unsloth" if library == "UnslothTrainer" else library)
     return PatchError(
-        f"{owner.__name__}.{seam.name} ({row.name} {row.installed}): {what}. It is needed because: {seam.reason}",
+        f"{owner.__name__}.{seam.name} ({row.name} {row.installed}): {what}. What it is needed for: {seam.reason}",
         hint=f"If your script overrides the method that calls it, call it as {row.name} does. Else install a version "
         f"of {row.name} that docs/compatibility.md lists, and report this one.",
     )

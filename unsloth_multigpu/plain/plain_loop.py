@@ -146,7 +146,7 @@ def distributed_loader(
     rows = [loader.rows(step) for step in {0, len(loader) - 1}] if len(loader) else []
     if rank == 0 and (uneven := [of_ranks for of_ranks in rows if len(set(of_ranks)) > 1]):
         logger.warning(
-            "some steps are %s samples: multiply the loss with loader.loss_weight for the gradient of one process",
+            "some steps are %s samples: multiply the loss by loader.loss_weight for the gradient of one process",
             " + ".join(map(str, uneven[0])),
         )
     return loader

@@ -172,7 +172,7 @@ class _Loop:
                 "accelerate gives each rank whole batches: an optimizer step sees "
                 f"{self._world_size} times the samples of one process",
                 "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)) keeps the step; "
-                "global_batch='scale' says that the larger one is meant.",
+                "global_batch='scale' accepts the larger one.",
             )
         original(*args, **kwargs)
 
@@ -184,7 +184,7 @@ class _Loop:
         size = getattr(batches, "batch_size", None)
         if size is None:
             raise SetupError(
-                f"{type(batches).__name__} has no batch_size: ranks cannot share what it gives.",
+                f"{type(batches).__name__} has no batch_size, so ranks cannot share its batches.",
                 hint=f"Give the data loader a batch size. {_SCALE}",
             )
         if isinstance(data_loader.dataset, IterableDataset) or self._accelerator.dispatch_batches:

@@ -191,7 +191,7 @@ class CompletionDeal(Part):
             theirs = self._gradient(other)
         except ERRORS as error:
             raise SetupError(
-                f"The loss cannot be computed of completions that are dealt by length ({type(error).__name__}: "
+                f"The loss cannot be computed for completions that are dealt by length ({type(error).__name__}: "
                 f"{str(error)[:200]}).",
                 hint="Set balance='off'.",
             ) from error
@@ -220,7 +220,7 @@ class CompletionDeal(Part):
         what, first = unknown_inputs(buffered), buffered[0]
         # All ranks must decide alike.
         if unknown := [theirs for theirs in self._manager.gather_json(what) if theirs]:
-            self._keep_order(f"{unknown[0]} is not known here")
+            self._keep_order(f"{unknown[0]} is not supported")
             return None
         accelerator, processor, rows = self._trainer.accelerator, self._trainer.processing_class, {}
         pad_id = int(getattr(processor, "tokenizer", processor).pad_token_id)

@@ -251,7 +251,7 @@ class StepFeed(Part):
             names = ", ".join(own_samplers(self.loader.one_process))
             what = f"{names} now gives ranks different orders of samples: it reads what each rank has recorded"
             ways = "Let it read what all ranks have, such as self.state.log_history, or gather what a loss records."
-            self.tell(what, f"{what} of its own samples.", "Rank 0's order is trained.", ways)
+            self.tell(what, f"{what} of its own samples.", "Rank 0's order is used.", ways)
 
     def decide(self) -> None:
         """Makes the decisions that wait for the model. Collective."""
@@ -319,7 +319,7 @@ class StepFeed(Part):
         name, ways = name_of(self._trainer), whole_ways(world_size)
         if self.passes.reduction.kind == WHOLE:
             raise SetupError(
-                f"loss_reduction='whole' keeps micro-batches whole, and a step has {self.num_accumulated} for "
+                f"loss_reduction='whole' keeps micro-batches whole, but a step has {self.num_accumulated} for "
                 f"{world_size} ranks.",
                 hint=ways,
             )

@@ -232,7 +232,7 @@ class StepPasses:
             return loss
         if not factor and self.is_lockstep and not bool(torch.isfinite(loss)):
             raise SetupError(
-                "A micro-batch has no label, and its mean loss is not a number: sharded ranks cannot leave it out.",
+                "A micro-batch has no label, so its mean loss is NaN, and sharded ranks cannot leave it out.",
                 hint="Let the loss be a sum divided by num_items_in_batch, or leave rows without a label out.",
             )
         return loss * factor if factor else loss.nan_to_num() * 0.0

@@ -116,6 +116,6 @@ def refusal(trainer: TrainerLike, added: Set[int], strategy: str) -> SetupError:
             hint="Call the model itself, in callbacks and in the loss.",
         )
     return SetupError(
-        f"{names} became trainable after step {step}, but {who} exchanges what was trainable when it was made.",
+        f"{names} became trainable after step {step}, but {who} exchanges what was trainable at its start.",
         hint=hint,
     )
