@@ -34,7 +34,7 @@ class MultiGPUStatus:
         launcher: What started the ranks: "unsloth_multigpu", "notebook", "torchrun", "slurm" or "none".
         log_dir: Folder with the logs of ranks above 0; None if another launcher keeps them.
         patches: State of the patch of each function of another library: "landed", "waiting for import", ...
-        report: Figures of the last training; None before the first, or with one rank.
+        report: Figures of the last training; None before the first, or if this package did not take part in it.
     """
 
     is_enabled: bool

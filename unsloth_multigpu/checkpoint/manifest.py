@@ -41,7 +41,7 @@ class Manifest:
         run_id: The run that wrote it, "" if the launcher has set none.
         step: Optimizer steps.
         world_size: Ranks that wrote it.
-        is_resumable: False without an optimizer, as with `save_only_model`.
+        is_resumable: It has weights, an optimizer and the Trainer's state, so not with `save_only_model`.
         facts: Identify the training, see `checkpoint.resume.Resume.facts`.
         cursor: Finished "steps" of the epoch, if this package divides its samples; the "epoch" of a stream.
         files: Size in bytes and CRC-32 of each file, by its path in the folder.

@@ -33,14 +33,14 @@ class Placement:
 
     Args:
         device_type: "cuda", "xpu" or "cpu".
-        local_rank: Index of the rank's device.
+        device_index: Index of the rank's device.
         rank: The global one, since nodes may share a folder.
         num_ranks: Number of ranks of the run.
         shards: The model is sharded over the ranks, in place of a device map that splits it.
     """
 
     device_type: str
-    local_rank: int
+    device_index: int
     rank: int = 0
     num_ranks: int = 1
     shards: bool = False
@@ -59,10 +59,10 @@ class Placement:
         given = kwargs.get("device_map")
         is_splitting, places = str(given) in _SPLITTING, _places(given)
         if self.shards and (is_splitting or (len(places) > 1 and not places & _OFF_DEVICE)):
-            kwargs["device_map"] = {"": self.local_rank}
+            kwargs["device_map"] = {"": self.device_index}
             logger.info("device_map=%r is not used: FSDP2 divides each layer between the ranks", given)
         elif given is not None:
-            kwargs["device_map"] = local_device_map(given, self.device_type, self.local_rank)
+            kwargs["device_map"] = local_device_map(given, self.device_type, self.device_index)
         # In one process such a map splits the model.
         if self.num_ranks > 1 and self.rank == 0 and not self.shards and is_splitting:
             logger.warning(
@@ -80,7 +80,7 @@ class Placement:
 
         from unsloth_multigpu.step.out_of_memory import explain, filled, loading_advice, num_refused
 
-        device = torch.device(self.device_type, self.local_rank)
+        device = torch.device(self.device_type, self.device_index)
         before = num_refused(device)
         try:
             yield
@@ -101,11 +101,11 @@ class Placement:
         return original(*given.args, **given.kwargs)
 
 
-def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
+def local_device_map(device_map: Any, device_type: str, device_index: int) -> Any:
     """Translates the device map of a one-GPU script, as given to `from_pretrained`, to the rank's device.
 
     Returns:
-        `{"": local_rank}` for maps of one accelerator, the map itself if it names the CPU.
+        `{"": device_index}` for maps of one accelerator, the map itself if it names the CPU.
 
     Raises:
         ConfigError: The map names another device than the rank's.
@@ -114,15 +114,15 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
     on_device = places - _OFF_DEVICE
     if not on_device:
         return device_map
-    here = {"0", device_type, f"{device_type}:0", str(local_rank), f"{device_type}:{local_rank}", *_AUTOMATIC}
+    here = {"0", device_type, f"{device_type}:0", str(device_index), f"{device_type}:{device_index}", *_AUTOMATIC}
     if len(on_device) > 1 or not on_device <= here:
         raise ConfigError(
-            f"device_map={device_map!r} names other devices than this rank's, {device_type}:{local_rank}.",
+            f"device_map={device_map!r} names other devices than this rank's, {device_type}:{device_index}.",
             hint="Leave device_map out. Where the model does not fit one card, shard='auto' or shard='on' divides it.",
         )
     if len(places) == 1:
-        return {"": local_rank}
-    return {name: place if str(place) in _OFF_DEVICE else local_rank for name, place in device_map.items()}
+        return {"": device_index}
+    return {name: place if str(place) in _OFF_DEVICE else device_index for name, place in device_map.items()}
 
 
 def _places(device_map: Any) -> set[str]:

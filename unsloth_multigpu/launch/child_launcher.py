@@ -55,15 +55,15 @@ def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-def refuse_launcher(command: str, child: Mapping[str, str]) -> None:
-    """Raises if a command, about to start with the variables `child`, is a launcher that inherits a rank's variables.
+def refuse_launcher(command: str, environment: Mapping[str, str]) -> None:
+    """Refuses a command that is about to start with this environment if it is a launcher with a rank's variables.
 
     Raises:
         SetupError: It would start the whole training again.
     """
-    is_started_by_launcher = any(name in child and name not in os.environ for name in _SET_BY_LAUNCHERS)
+    is_started_by_launcher = any(name in environment and name not in os.environ for name in _SET_BY_LAUNCHERS)
     # Without a rank's variables among its own, the child is not part of the run.
-    if not {"RANK", "WORLD_SIZE"} <= child.keys() or not (_LAUNCH.match(command) or is_started_by_launcher):
+    if not {"RANK", "WORLD_SIZE"} <= environment.keys() or not (_LAUNCH.match(command) or is_started_by_launcher):
         return
     script = next((word for word in command.split() if word.endswith(".py")), "train.py")
     raise SetupError(

@@ -30,7 +30,7 @@ class RunContext:
     """Facts from a supervisor for its ranks. If another launcher has started them, only `tool` may be set.
 
     Args:
-        run_dir: The run's private folder: heartbeats, events, sockets.
+        run_dir: The run's private folder, with heartbeats, events and other files of the ranks.
         supervisor_pid: Process id of the supervisor of this node.
         log_dir: Folder of rank_N.log.
         run_id: Name of the run, equal for all its attempts.

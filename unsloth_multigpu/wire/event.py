@@ -29,11 +29,11 @@ class Event:
     """An event of a rank.
 
     Args:
-        kind: "started", "meeting" (waits for other ranks to open a process group), "met", "training", "trained",
-            "refused" (see `errors.is_refusal`), "stopping", "stopped", "interrupted", "exception" or "exiting".
+        kind: "started", "meeting" (to open a process group), "met", "training", "trained", "left_training" (by an
+            error), "refused", "stopping", "stopped", "interrupted", "exception", "exiting" or SERVER_WANTED.
         time_s: Time of `time.monotonic`, which all processes of a machine share.
         step: Last finished optimizer step, -1 before the first training.
-        facts: Further values of the kind: pid, exit_code, error, traceback.
+        facts: Further values of the kind, such as pid, exit_code, error, traceback, checkpoint.
     """
 
     kind: str

@@ -147,7 +147,7 @@ class HeartbeatPage:
         self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, now_s, longest_s))
 
     def note(self, figures: Figures | None = None, **texts: str) -> None:
-        """Writes the figures of the training, and texts of at most 64 characters: `device`, `device_id`, `first_step`.
+        """Writes the figures of the training, and texts: `device` and `first_step` (64 characters), `device_id` (48).
 
         See `Heartbeat`. Omitted values stay. Called by the main thread once a step; takes some microseconds.
         """
