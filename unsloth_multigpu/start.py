@@ -50,7 +50,7 @@ def check_cluster(config: MultiGPUConfig) -> None:
 
 
 def ranks_to_start(config: MultiGPUConfig) -> int:
-    """Returns the number of ranks to start on this machine, 1 for the legacy path. Checks that there are the devices.
+    """Returns the number of ranks to start on this machine, 1 for the legacy path. Checks that the devices exist.
 
     Raises:
         SetupError: More ranks than accelerators, or no accelerator of the kind that was asked for.

@@ -150,8 +150,8 @@ def put_in_place(part: Path, final: Path) -> None:
 def saving_in(output_dir: Path) -> Iterator[bool]:
     """Locks a folder within the context, in which one process at a time writes, completes or removes checkpoints.
 
-    Yields False if another process has the lock. The lock ends with its process, so the files of a killed run differ
-    from those of a running one. Yields True on a file system without locks.
+    Yields False if another process has the lock. The lock ends with its process. So files of a killed run are told
+    apart from those of a running one. Yields True on a file system without locks.
     """
     descriptor = os.open(output_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -151,7 +151,7 @@ class Resume(Part):
         return os.fspath(found)
 
     def _refuse_other_ranks(self, folder: Path) -> None:
-        """Refuses one with other samples per step, or a sharded one if this training is not sharded, or the reverse."""
+        """Refuses a checkpoint with other samples per step, or that only one of the two trainings shards."""
         manifest, num_ranks = read_manifest(folder), self.manager.identity.world_size
         if manifest is None:
             return  # It is left to the libraries.
@@ -230,7 +230,7 @@ class Resume(Part):
             write_random_state(self._after_evaluation)
 
     def _evaluate_again(self) -> None:
-        """Makes the evaluation before or in which the training was stopped, and saves as the loop does after it."""
+        """Runs the evaluation before or in which the training was stopped, and saves as the loop does after it."""
         trainer = self.trainer
         is_due, self._is_evaluation_due = self._is_evaluation_due, False
         if not is_due or trainer.args.eval_strategy == "no":

@@ -86,7 +86,7 @@ class StepStream(IterableDataset[Step]):
                 return
             if not batch:
                 return
-            # Before collating, because a collator may change rows, and each rank collates others.
+            # Before collating, because a collator may change rows, and each rank collates other rows.
             self.digest = digest_of([self.digest, plain_values(batch[0][0])])
             self.cursor["steps"] += 1
             if step_index < num_done:

@@ -99,7 +99,7 @@ def _checked(original: Callable[..., bool], /, *args: Any, **kwargs: Any) -> boo
 
 
 def _met(device_index: int, original: Callable[..., None], /, self: Any) -> None:
-    """Makes the barrier use the device of a rank that sees one card. It would take the local rank's index for it."""
+    """Makes the barrier use the device of a rank that sees one card. Otherwise it uses the local rank as index."""
     if not self.use_distributed:
         original(self)
         return

@@ -99,7 +99,7 @@ class _MapOrder:
         def read() -> str | None:
             # Once the first rank has finished its call with this number, it will no longer make this call. If only this
             # rank runs this part of a notebook's cell, no other rank needs the result.
-            is_past = manager.is_published(call) or manager.is_abandoned()  # Asked first: it publishes `key` before.
+            is_past = manager.is_published(call) or manager.is_abandoned()  # Read first: `key` is published before it.
             found = manager.read(key)
             return found if found is not None else "" if is_past else None
 

@@ -86,7 +86,7 @@ class Stop:
         if self._is_sent:
             return signal.SIGKILL if self.how == "late" or now_s - self._first_s > _END_LIMIT_S else None
         self._is_sent = True
-        # Scripts may catch Ctrl-C, so it is sent as SIGINT, and other signals are not. Before enable_multi_gpu() a rank
+        # Scripts may catch Ctrl-C, so it is sent as SIGINT, other signals as SIGTERM. Before enable_multi_gpu() a rank
         # would print the traceback of its imports.
         is_interrupt = self.signal_number == signal.SIGINT and len(started) == self._num_ranks
         return signal.SIGINT if is_interrupt else signal.SIGTERM

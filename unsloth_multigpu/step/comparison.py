@@ -224,7 +224,7 @@ def names_of(model: nn.Module) -> list[str]:
 def difference_of_means(
     ones: Sequence[Sequence[float]], others: Sequence[Sequence[float]], names: Sequence[str]
 ) -> Difference:
-    """Compares the mean of the ranks' gradients with the mean of their other gradients, by sketches of each rank."""
+    """Compares the means over the ranks of two gradients, by the sketches of each rank."""
     # Values that are not finite have no mean.
     if all(math.isfinite(value) for row in (*ones, *others) for value in row):
         ones, others = [mean_of(ones)], [mean_of(others)]

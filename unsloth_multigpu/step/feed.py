@@ -50,7 +50,7 @@ class StepFeed(Part):
         batch_size: Samples of a micro-batch in one process, from the arguments or the data loader.
         loader: Yields steps. None before the training, and if the trainer's own batches are used.
         inexact, ways_out: Why the training is not exactly that of one process, and what to do; "" if it is.
-        is_placed_later: The model is moved to its device, or sharded, after the loader is made. The decision how
+        is_placed_later: The model is moved to its device, or sharded, after the loader is made. The decision on how
             samples are dealt then waits until the training begins.
         plans_one_process: Plan the steps in a single process as well.
     """
@@ -216,7 +216,7 @@ class StepFeed(Part):
             num_accumulated=self.num_accumulated,
             regroup=False,
             seed=trainer.args.seed,
-            # The same as for the random generators of the training, see the callback of `DDPTrainer`.
+            # Differs between ranks like the seed of the training's generators, see `Progress.on_train_begin`.
             rank_seed=trainer.args.seed + identity.rank // num_sharing,
             is_lockstep=self.passes.is_lockstep,
             num_sharing=num_sharing,

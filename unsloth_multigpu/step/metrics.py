@@ -168,7 +168,7 @@ class Metrics(Part):
         self._noted.clear()
 
     def _add_losses(self, ranks: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Adds the losses of each step as the Trainer does, which leaves out those that are not finite."""
+        """Adds the losses of each step as the Trainer does, which replaces non-finite ones by the mean so far."""
         last_logged = self._trainer._globalstep_last_logged
         if last_logged != self._last_logged:
             self._loss_sum, self._last_logged = 0.0, last_logged

@@ -79,7 +79,7 @@ class StepCheck(Part):
         return original(batches, *args, **kwargs)
 
     def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches. Before the loop uses one, this rank asks if rank 0 has one, too, as it uses collectives.
+        """Yields the batches, each after asking if rank 0 has one, too: the loop uses a batch in collectives.
 
         Raises:
             DivergenceError: Only one of them has a batch.

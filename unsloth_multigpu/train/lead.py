@@ -170,7 +170,7 @@ class OneDecision(Part):
     def _agree(
         self, moment: Moment, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any
     ) -> None:
-        """Writes rank 0's flags into `control`. Raises as `Lead.follow`."""
+        """Writes rank 0's flags into `control`. Raises the errors of `Lead.follow`."""
         step, mine = int(state.global_step), _flags_of(control)
         is_in_loop = moment in (Moment.STEP, Moment.SUBSTEP, Moment.EPOCH)
         if is_in_loop and not self._exchange.may_stop:
@@ -303,7 +303,7 @@ class Preemption(Part):
             self.save_and_leave()
 
     def _is_stopping(self, moment: Moment | None) -> bool:
-        """True from the point at which all ranks stop. `moment` is the present point; None = they have just agreed."""
+        """True from the point at which all ranks stop. `moment` is the current point; None = they have just agreed."""
         if not self.signal_number and self.exchange.may_stop:
             if moment is not None:
                 self.lead.follow(moment, 0, int(self.trainer.state.global_step))

@@ -191,8 +191,8 @@ def exit_on_signal() -> Iterator[None]:
 def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -> None:
     """Ends a command, the leader of its session, by SIGTERM, after `limit_s` by SIGKILL. Kills what it leaves.
 
-    They are found by `marker`, a text that only the environment of this command contains, since launchers give each
-    rank a session of its own.
+    Processes that it leaves are found by `marker`, a text that only the environment of this command contains, since
+    launchers give each rank a session of its own.
     """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
