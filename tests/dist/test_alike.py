@@ -40,4 +40,4 @@ def test_model_that_a_rank_has_removed_that_came_too_late_is_an_error(tmp_path: 
     run = remove(tmp_path, "too late")
     assert run.code == 76
     assert "final is gone. Rank 1 came to this save after rank 0 had stopped waiting for it" in run.err
-    assert "Hint: Remove what is in the way on rank 0 alone" in run.err
+    assert "Hint: Remove old files on rank 0 alone" in run.err

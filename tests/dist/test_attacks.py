@@ -18,7 +18,7 @@ from tests.helpers.run import BARE, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "own_code.py"
 SHARED, WHOLE = "23x5x1", "26x4x6"
-AT_ONCE = "do it once a step, in a callback's on_pre_optimizer_step; gradient_accumulation_steps=1 makes it the same"
+AT_ONCE = "do it once a step, in a callback's on_pre_optimizer_step. With gradient_accumulation_steps=1 there"
 KEEP_WHOLE = "Set gradient_accumulation_steps={} or a multiple of it"
 
 

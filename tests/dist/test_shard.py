@@ -38,7 +38,7 @@ REFUSED = {
     "adafactor_llama": "optim='adafactor' cannot train weights that are sharded by FSDP2 of accelerate",
     "inner": "model.norm.weight, lm_head.weight came out of step 1 unsharded: a part of the model was called by itself",
     "own_backward": "OwnBackward.training_step calls backward() by itself, and the model is sharded",
-    "by_hand": "ByHand.compute_loss calls a part of the model by itself, and a sharded model gathers its weights when",
+    "by_hand": "ByHand.compute_loss calls a part of the model by itself, but a sharded model gathers its weights only",
 }
 NORM, WEIGHTS = 1e-5, 1e-5
 # Weights that no pass reads; and such whose gradient is only rounding, in one process too.

@@ -168,7 +168,7 @@ def test_search_is_refused_on_several_ranks(world_size):
     found = [patch for patch in patches if patch.target.endswith(".hyperparameter_search")]
     assert len(found) == (world_size > 1)
     for patch in found:
-        with pytest.raises(SetupError, match="on several ranks: its trials are chosen by one process"):
+        with pytest.raises(SetupError, match="does not work on several ranks: only one process chooses the trials"):
             patch.wrap(lambda *_: None, None)
 
 
