@@ -86,8 +86,7 @@ class Balancer:
             self._regroups = is_token_sum
             if not (is_token_sum or (rows_are_independent and not self._asked)):
                 raise SetupError(
-                    "the loss may not be a sum over the tokens of the step (loss_reduction='token_sum' declares "
-                    "one)",
+                    "the loss may not be a sum over the tokens of the step (loss_reduction='token_sum' declares one)",
                     hint="Set loss_reduction='token_sum' if it is one, divided by num_items_in_batch; else "
                     "balance='auto' without max_tokens_per_micro_batch.",
                 )
