@@ -140,8 +140,8 @@ def test_rank_of_another_node_may_be_saving(unheard_s):
 
 def test_node_that_is_not_heard_is_named():
     hang = judge(waits(), waits(12), unheard_s=11)
-    text = "all ranks of this node make no progress for 12 s (in step 13, computing); node 1 (ranks 2, 3) has not been"
-    expect(hang, None, f"{text} heard for 11 s: the connection is gone, or that machine")
+    text = "all ranks of this node make no progress for 12 s (in step 13, computing); node 1 (ranks 2, 3) has not"
+    expect(hang, None, f"{text} reported for 11 s: the connection is gone, or that machine")
     # Logging between two steps and evaluating gather from all ranks, and have their own limits.
     for phase, factor in ((Phase.EVALUATE, 5), (Phase.COMPUTE, 1)):
         assert judge(beat(phase, still_s=factor * LIMIT_S - 0.1), unheard_s=11) is None
