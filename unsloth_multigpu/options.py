@@ -18,8 +18,7 @@ from unsloth_multigpu.option_type import Option, Scope, options_of, take_values,
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
-# Variables that the launcher hands to its ranks; see context.RunContext. The run's private folder, and further facts
-# as JSON.
+# Variables from the launcher for its ranks, see context.RunContext: the run's private folder, and other facts as JSON.
 ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
 ENV_RUN = ENV_PREFIX + "RUN"
 # The tool that started the run: its class and the class's arguments, as JSON. See wire.context.

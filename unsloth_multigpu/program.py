@@ -50,8 +50,7 @@ class Program:
             return
         from unsloth_multigpu.launch.rank import enter_rank
 
-        # Exit handlers run in reverse order: `enter_rank` registers the one that destroys the process group, which
-        # runs before this one.
+        # Exit handlers run in reverse order: first that of `enter_rank`, which destroys the process group, then this.
         atexit.register(only_here(session.leave))
         session.events, session.beat = enter_rank(identity, session.context)
         _seed_ranks_equally(session)

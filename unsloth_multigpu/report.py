@@ -22,8 +22,7 @@ class Figures:
         num_tokens: Tokens without padding: those that `attention_mask` selects in `input_ids`, all without a mask. The
             sum over all ranks does not depend on their number. None for a model without tokens.
         num_padding_tokens: Padding tokens of the micro-batches.
-        waiting_s: Seconds of waiting for other ranks, including the transfer; 0.0 in one process. None if the ranks
-            hold parts of the weights.
+        waiting_s: Seconds of waiting for other ranks, including the transfer; 0.0 in one process. None if sharded.
         peak_bytes: Peak memory: that allocated by torch on an accelerator, that of the process on the CPU.
         held_bytes: Memory after the last step, of the same kind.
         step_s: Median seconds of an optimizer step, without evaluations and checkpoints.

@@ -17,8 +17,7 @@ from unsloth_multigpu.group.model import text_config
 from unsloth_multigpu.group.waits import Lap, moment
 
 _ROWS_AT_ONCE = 10_000
-# Columns of TRL's preference trainers, in new and older releases. Both answers follow the prompt, and are padded to the
-# same length.
+# Columns of TRL's preference trainers, in new and older releases. Both answers follow the prompt, padded to one length.
 _PREFERENCES = (
     ("prompt_ids", "chosen_ids", "rejected_ids"),
     ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids"),

@@ -131,8 +131,7 @@ class DDPManager(Board):
         restarts get the state of the first attempt.
         """
         write_seeded_state(self._store_of_run.compare_set("draws", "", read_seeded_state()).decode())
-        # A running process cannot change its string hash, by which the order of `list(set(labels))` differs between
-        # ranks.
+        # A running process cannot change its string hash, on which the order of `list(set(labels))` depends.
         mine = str(hash(_PREFIX))
         theirs = self._store_of_run.compare_set("string hash", "", mine).decode()
         if theirs != mine and self._store_of_run.add("string hash told", 1) == 1:

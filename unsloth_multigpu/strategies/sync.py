@@ -308,8 +308,7 @@ def buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list
     """Yields buckets: tensors of one dtype and device, with at most `bucket_bytes` together, or one larger tensor.
 
     Tensors keep their order, which is the same on all ranks. A tensor of another dtype or device does not end a bucket:
-    batch norms have an integer after two floats. Empty tensors are left out. With 0 bytes, each tensor has its own
-    bucket.
+    batch norms have an integer after two floats. Empty tensors are left out. With 0 bytes, each bucket has one tensor.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     filled_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()

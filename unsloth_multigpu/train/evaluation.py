@@ -42,8 +42,7 @@ class Evaluation:
         self._cuts_last = trainer.gather_function != trainer.accelerator.gather
         self._num_done = self._num_rows = 0
         self._noted: list[dict[str, list[float]]] = []
-        # Of the current round: the number of ranks with a batch, and the rows of this rank's results to keep; None =
-        # all.
+        # In the current round: the number of ranks with a batch, and how many rows of this rank's to keep (None = all).
         self._num_batches = 0
         self._rows_kept: int | None = None
 

@@ -85,8 +85,7 @@ class Progress(Part):
             self.trained.is_changed = False
             self._is_proof_due = self.manager.config.verify_every > 0
         self._is_proof_due = self._is_proof_due or self.replicas.is_due(state.global_step)
-        # Ranks that step independently have equal weights only after a synchronization. The checkpoint of this step is
-        # saved later.
+        # Ranks that step independently have equal weights only after a synchronization. Checkpoints are saved later.
         if self._is_proof_due and self.exchange.are_replicas_equal:
             self._compare(state.global_step)
             self._is_proof_due = False

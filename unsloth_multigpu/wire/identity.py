@@ -62,8 +62,7 @@ SINGLE_PROCESS = RankIdentity(rank=0, local_rank=0, world_size=1, local_world_si
 def read_identity(environment: Mapping[str, str], *, is_kernel: bool = False) -> RankIdentity | None:
     """Returns the identity of this rank, or None if no launcher started this process.
 
-    jupyter-distributed sets the variables of a rank in a single notebook kernel, too, which may start ranks like any
-    other.
+    jupyter-distributed also sets the variables of a rank in a single kernel, which may start ranks like any other.
 
     Raises:
         LaunchError: The variables contradict each other or are incomplete.
