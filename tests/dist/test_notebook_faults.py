@@ -23,10 +23,14 @@ OURS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0
 # What a loaded machine may take beside the time that is waited on purpose.
 SLACK_S = 30.0
 ENVIRONMENT = f"{{name: os.environ.get(name) for name in {list(ALONE)}}}"
+# The first call fails on rank 0 alone.
 ENABLE = """
 import asyncio, os, signal, time
 import unsloth_multigpu as ump
-ump.enable_multi_gpu(num_gpus=2, hang_timeout_s=3.0, resume="auto")
+try:
+    ump.enable_multi_gpu(num_gpus=2, max_restarts=1)
+except ump.ConfigError:
+    ump.enable_multi_gpu(num_gpus=2, hang_timeout_s=3.0, resume="auto")
 import torch, torch.distributed as dist
 rank = dist.get_rank()
 def everyone():
@@ -99,6 +103,11 @@ def check_line_that_failed(run: NotebookRun) -> None:
     assert run.run(failing).error == "ConfigError"
     caught = "try:\n    ump.enable_multi_gpu(num_gpus=2, nnodes=2)\nexcept ump.ConfigError:\n    caught = 'caught'"
     assert run.run(caught).error == ""
+    # The ranks are there, and their group is open.
+    offload = "import os, threading\nos.environ['UNSLOTH_FSDP2_CPU_OFFLOAD'] = '0'\n"
+    assert run.run(offload + "ump.enable_multi_gpu(num_gpus=2, shard='on', shard_offload=True)").error == "SetupError"
+    left = run.well("del os.environ['UNSLOTH_FSDP2_CPU_OFFLOAD']\nprint(threading.enumerate())")
+    assert "unsloth_multigpu" not in left
     assert run.run(ENABLE).text.splitlines()[-1] == "2"
     assert run.run("%%rank 1\nprint(caught, os.path.exists('behind'))").text == "[rank1] caught False\n"
     assert run.run(f"%%rank 1\nprint({ENVIRONMENT})").text == f"[rank1] {OURS}\n"

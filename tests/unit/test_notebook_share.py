@@ -111,7 +111,7 @@ def test_a_worker_is_not_left_alone_for_ever(pair):
 
 
 def test_a_worker_knows_where_rank_0_is(pair):
-    worker, receiver = WorkerProgram(pair.receiver), pair.receiver
+    worker, receiver = WorkerProgram(pair.receiver, {}), pair.receiver
     manager = SimpleNamespace()
     worker.prepare(manager)
     assert not manager.is_abandoned()
@@ -124,7 +124,7 @@ def test_a_worker_knows_where_rank_0_is(pair):
 
 
 def test_the_line_waits_for_rank_0_in_its_cell_and_is_refused_in_earlier_ones(pair):
-    worker, receiver = WorkerProgram(pair.receiver), pair.receiver
+    worker, receiver = WorkerProgram(pair.receiver, {}), pair.receiver
     worker.meet_at_line()
     receiver.is_replay = True
     reached = []

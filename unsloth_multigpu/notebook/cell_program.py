@@ -148,15 +148,16 @@ class KernelProgram(CellProgram):
 class WorkerProgram(CellProgram):
     """The program of a rank above 0.
 
-    `receiver` tells which cell runs, and whether rank 0 runs it, too.
+    `receiver` tells which cell runs, and whether rank 0 runs it, too. `options` are rank 0's, those of the run.
 
     Attributes:
         await_rank_0: Set by the worker. Waits until rank 0 runs the rest of the cell; None = its call has failed there.
     """
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, options: Mapping[str, Any]) -> None:
         super().__init__(receiver)
         self._receiver = receiver
+        self._options = options
         self.await_rank_0: Callable[[], None] | None = None
 
     def meet_at_line(self) -> None:
@@ -169,5 +170,7 @@ class WorkerProgram(CellProgram):
 
     def enter(self, session: Session) -> None:
         """Also lets `disable_multi_gpu()` wait for that of rank 0, which ends this process."""
+        if session.config.of_the_run() != self._options:  # Rank 0's call with these has failed in the same cell.
+            raise ReplayedLineError("Rank 0 has called it with other options.", hint="Call it alike on all ranks.")
         super().enter(session)
         session.on_close.callback(self._receiver.wait_for, "disable_multi_gpu()")

@@ -41,12 +41,7 @@ _FRONT_ENDS = ("ipykernel.", "google.colab.")
 # The module of aliases of system commands.
 _ALIASES = "IPython.core.alias."
 
-_LOGINS = (
-    "huggingface_hub._login:login",
-    "huggingface_hub._login:logout",
-    "huggingface_hub._login:notebook_login",
-    "huggingface_hub._login:interpreter_login",
-)
+_LOGINS = ("login", "logout", "notebook_login", "interpreter_login")
 _HUB = "huggingface_hub>=0.24"
 _ASKS = "Asks the user only on rank 0; the other ranks read the token from its file."
 _MESSAGE_CHARACTERS = 120
@@ -344,8 +339,8 @@ def _real_depth(depth: int) -> int:
 def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
     """Returns the patches of functions that ask the user. `make` is `Publisher.make` or `Receiver.make`."""
     return [
-        Patch(target, _HUB, functools.partial(_once, make, target.rpartition(":")[2]), _ASKS, optional=True)
-        for target in _LOGINS
+        Patch(f"huggingface_hub._login:{name}", _HUB, functools.partial(_once, make, name), _ASKS, optional=True)
+        for name in _LOGINS
     ]
 
 

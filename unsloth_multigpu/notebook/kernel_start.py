@@ -78,9 +78,10 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, shell: Any, *, replay:
         raise SetupError("enable_multi_gpu() was called before the first cell.", hint="Call it in a cell.")
     begin_s = time.monotonic()
     with ExitStack() as stack:
+        on_close = stack.enter_context(ExitStack())  # Of the session; also if it cannot be opened.
         notebook = Notebook(config, num_ranks, shell, stack)
         notebook.replay(cells)
-        session = notebook.open_session()
+        session = notebook.open_session(on_close)
         session.on_close.push(stack.pop_all())
         stack.callback(session.close)
         notebook.kernel_shell.open(cells[-1], len(cells))
@@ -131,7 +132,7 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_wo
 
 
 def _check_devices(num_ranks: int) -> None:
-    """Refuses a kernel in which torch, accelerate or Unsloth are already set up for one process."""
+    """Refuses a kernel in which torch or accelerate are already set up for one process."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     if state is not None and state._shared_state:
         raise SetupError(
@@ -156,7 +157,7 @@ class Notebook:
     def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, stack: ExitStack) -> None:
         self._config = config
         self._generation = 0
-        self._identity = _identity(0, num_ranks)
+        self._identity, *others = [RankIdentity(r, r, num_ranks, num_ranks, "notebook") for r in range(num_ranks)]
         self.run_dir = stack.enter_context(private_dir())
         self.log_dir = stack.enter_context(exclusive_log_dir(Path(config.log_dir), num_ranks))
         run = write_run(self.run_dir, _JOB, _JOB, num_ranks, self.log_dir)
@@ -165,13 +166,12 @@ class Notebook:
         values = {**variables, **_NCCL, **self._identity.variables()}
         before = {name: os.environ.get(name) for name in (*values, *_RANK_VARIABLES)}
         stack.enter_context(variables_set({**before, **values}))
-        settings = {"path": sys.path, "before": before}
+        settings = {"path": sys.path, "before": before, "options": config.of_the_run()}
         workers: list[WorkerProcess] = []
         self.kernel = Kernel(workers, last_collective)
-        for rank in range(1, num_ranks):
-            own = {**_identity(rank, num_ranks).variables(), ENV_NOTEBOOK: json.dumps(settings)}
-            environment = {**os.environ, **own}
-            workers.append(WorkerProcess(rank, self.log_dir / f"rank_{rank}.log", environment))
+        for other in others:
+            environment = {**os.environ, **other.variables(), ENV_NOTEBOOK: json.dumps(settings)}
+            workers.append(WorkerProcess(other.rank, self.log_dir / f"rank_{other.rank}.log", environment))
             stack.callback(workers[-1].close, _END_LIMIT_S)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         # Of this rank's share of the cores: the kernel was started with threads for all of them.
@@ -197,12 +197,12 @@ class Notebook:
                 has_line = number == len(cells)
                 self.kernel.replay(source, self._config.timeout_s, execution_count=number, has_line=has_line)
 
-    def open_session(self) -> Session:
+    def open_session(self, on_close: ExitStack) -> Session:
         """Opens the process group and the session of rank 0."""
         self._open_group()
         # Read again, because this kernel has become a rank meanwhile.
         context = RunContext.read(os.environ)
-        return open_session(Session(self._config, self._identity, context, program=self.program))
+        return open_session(Session(self._config, self._identity, context, program=self.program, on_close=on_close))
 
     def after_cell(self) -> None:
         """Called between two cells: opens a new process group if the last cell broke the old one.
@@ -270,7 +270,3 @@ class Notebook:
         for worker in self.kernel.workers:
             worker.kill()
         shutil.rmtree(self.run_dir, ignore_errors=True)
-
-
-def _identity(rank: int, num_ranks: int) -> RankIdentity:
-    return RankIdentity(rank, rank, num_ranks, num_ranks, "notebook")

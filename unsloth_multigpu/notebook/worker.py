@@ -257,7 +257,7 @@ def main() -> None:
     os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
     main_module = sys.modules["__main__"] = types.ModuleType("__main__")
     receiver = Receiver(channel.send)
-    program = WorkerProgram(receiver)
+    program = WorkerProgram(receiver, settings["options"])
     # IPython keeps each traceback as text; other modes take seconds for one traceback.
     config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"xmode": "Minimal"}})
     shell = WorkerShell.instance(receiver, program, config=config, user_module=main_module)

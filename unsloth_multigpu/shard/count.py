@@ -43,7 +43,6 @@ def describe(trainer: Any, config: MultiGPUConfig | None = None, tokens: int | N
     config = config or MultiGPUConfig()
     args, model = trainer.args, trainer.model
     parameters = [*model.parameters()]
-    packed = [p for p in parameters if type(p).__name__ in _PACKED]
     optimizer = str(getattr(args.optim, "value", args.optim))
     if trainer.optimizer is not None:
         optimizer = type(trainer.optimizer).__name__
@@ -56,7 +55,7 @@ def describe(trainer: Any, config: MultiGPUConfig | None = None, tokens: int | N
         model=type(base_model(model)).__name__,
         num_parameters=sum(map(_numel, parameters)),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        num_quantised=sum(map(_numel, packed)),
+        num_quantised=sum(_numel(p) for p in parameters if type(p).__name__ in _PACKED),
         optimizer=optimizer,
         autocast={"bf16": "bfloat16", "fp16": "float16"}.get(str(trainer.accelerator.mixed_precision), ""),
         checkpointing=bool(args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False)),
