@@ -20,6 +20,7 @@ JOBS = [
     *("sft:17x8x1:end+eval", "kto:26x3x3:1+eval"),
     "sft:17x8x1:1+resume",
     "dpo:15x8x1:1+eval",
+    "reward:15x8x1:1+eval",
     "classifier:17x8x1:1+eval",
     "nan:26x3x2:3",
     "grpo:16x8x1:end",

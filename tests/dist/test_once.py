@@ -49,6 +49,7 @@ def test_save_and_upload_that_fail_on_rank_0_are_caught_alike_and_soon(ranks):
         ("in_memory_calls", [50, 0]),  # A data set is processed on one rank.
         ("on_disk_calls", [40, 0]),
         ("after_lonely_call", [[0, 2, 4, 6]] * 2),  # A call of rank 0 alone does not shift the others.
+        ("plots", [[1], []]),
         ("status", [[0, 8], [1, 8]]),  # Rank and samples.
         ("wandb_mode", [None, "disabled"]),
         ("breakpoint", [None, "0"]),
@@ -64,7 +65,9 @@ def test_new_adapter_weights_are_those_of_rank_0(ranks):
 
 
 def test_ranks_draw_different_random_numbers_while_training(ranks):
-    assert not set(ranks[0]["drawn_while_training"]) & set(ranks[1]["drawn_while_training"])
+    first, second = (rank["drawn_while_training"] for rank in ranks)
+    assert len(first) == len(second) == 2
+    assert not {*first} & {*second}
 
 
 def test_checkpoint_holds_the_random_state_of_each_rank(ranks):

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -14,7 +15,7 @@ from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange
 from unsloth_multigpu.train import lead as module
-from unsloth_multigpu.train.lead import Lead, Moment, Preemption
+from unsloth_multigpu.train.lead import Lead, Moment, OneDecision, Preemption
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.event import EventWriter, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -68,6 +69,16 @@ def test_signal_of_any_rank_is_heard_by_all_at_one_point(leads, asked_rank):
             lead.follow(Moment.STEP, 0, step)
         heard.append([lead.signal_number for lead in leads])
     assert heard == [[15 * (asked_rank == 0)] * 2, [15, 15], [15, 15]]
+
+
+def test_decision_behind_the_last_synchronization_of_ranks_that_step_by_themselves_is_told(caplog):
+    trainer, manager = FakeTrainer(), manager_of(HashStore(), 0, 2, CONFIG)
+    decision = OneDecision(trainer, manager, Lead(manager, HeartbeatPage(None, 0)), SimpleNamespace(may_stop=False))
+    decision._scheduled = lambda _: 0
+    with Loop(trainer, [decision]).steering():
+        trainer.steps(6, on_step=lambda step: setattr(trainer.control, "should_save", step == 5))
+    assert trainer.saved == []
+    assert caplog.messages[-1] == "should_save came too late for another step"
 
 
 def preemption_of(trainer, manager, events=None):

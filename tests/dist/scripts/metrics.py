@@ -34,7 +34,7 @@ out.mkdir(parents=True, exist_ok=True)
 
 def trl_trainer(trainer, config, rows, evaluated, common, **settings):
     return trainer(
-        model=tiny.causal_lm(),
+        model=new_classifier(model_folder, 1, tiny.tokenizer) if trainer is trl.RewardTrainer else tiny.causal_lm(),
         args=common(config, max_length=96, **settings),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(evaluated),
@@ -66,6 +66,10 @@ def pairs(texts):
 
 def dpo(texts, evaluated, common):
     return trl_trainer(DPOTrainer, DPOConfig, pairs(texts), pairs(evaluated), common)
+
+
+def reward(texts, evaluated, common):
+    return trl_trainer(trl.RewardTrainer, trl.RewardConfig, pairs(texts), pairs(evaluated), common)
 
 
 def unpaired(texts):
