@@ -49,7 +49,7 @@ def test_save_and_upload_that_fail_on_rank_0_are_caught_alike_and_soon(ranks):
         ("in_memory_calls", [50, 0]),  # A data set is processed on one rank.
         ("on_disk_calls", [40, 0]),
         ("after_lonely_call", [[0, 2, 4, 6]] * 2),  # A call of rank 0 alone does not shift the others.
-        ("plots", [[1], []]),
+        ("is_drawn", [True, False]),
         ("status", [[0, 8], [1, 8]]),  # Rank and samples.
         ("wandb_mode", [None, "disabled"]),
         ("breakpoint", [None, "0"]),

@@ -216,6 +216,15 @@ def test_no_floor_of_a_device_makes_planned_steps_slow(floor, shape):
         assert max(found) < 1.15, (seed, found)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("true", [CostModel(0.0, 512.0), CostModel(64.0, 0.0)], ids=["floor", "overhead"])
+def test_measured_costs_gain_as_much_as_known_ones(true, shape):
+    measured, known = (Device(true, 0.03, 5) for _ in range(2))
+    known.balancer.balance = dataclasses.replace(known.balancer.balance, cost=true)
+    known.balancer._fitted = lambda cost, laps: cost
+    assert slowdowns(measured, *shape)[-1] < 1.05 * slowdowns(known, *shape)[-1]
+
+
 def test_fitting_goes_on_until_micro_batches_show_their_work():
     device = Device(CostModel(0.0, 16384.0), 0.03, 3)
     launch_bound = slowdowns(device, 8, 1)

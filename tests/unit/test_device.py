@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unsloth_multigpu import accelerator, session
-from unsloth_multigpu.accelerator import ALLOCATOR_VARIABLES, allocator_variables
+from unsloth_multigpu.accelerator import ALLOCATOR_VARIABLES, KINDS, allocator_variables, backend_of, kind_of
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.hooks.unsloth_patches import Placement, local_device_map
 from unsloth_multigpu.launch.launcher import rank_environment
@@ -110,6 +110,11 @@ AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "cud
 ONE_CARD = (0, "0", "cuda:0", {"": 0}, {"": "cuda:0"}, {"model": 0, "lm_head": 0})
 OF_THE_RANK = (1, "cuda:1", {"": "cuda:1"})  # Of a script that reads LOCAL_RANK.
 OFF_CARD = ("cpu", {"": "cpu"}, {"": "meta"}, {"model": "cpu", "lm_head": "disk"})
+
+
+def test_backend_and_kind_of_a_device_lead_to_each_other():
+    assert [kind_of(backend_of(kind)) for kind in KINDS] == list(KINDS)
+    assert (backend_of("cpu"), kind_of("gloo")) == ("gloo", None)
 
 
 def test_map_of_one_card_means_the_ranks_own():
