@@ -132,7 +132,7 @@ import matplotlib.pyplot as plt
 facts["is_drawn"] = False
 plt.plot([1, 2])
 plt.gcf().canvas.mpl_connect("draw_event", lambda _: facts.update(is_drawn=True))
-plt.savefig("loss.png")
+plt.gcf().savefig("loss.png")
 facts["plot_bytes"] = Path("loss.png").stat().st_size > 0
 facts["status"] = [ump.get_multi_gpu_status().rank, ump.get_multi_gpu_status().report.num_samples]
 facts["wandb_mode"] = os.environ.get("WANDB_MODE")
