@@ -51,12 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def fail_on_leaks() -> Iterator[None]:
     environ, threads, children = dict(os.environ), set(threading.enumerate()), child_processes()
     yield
-    leaks = [
-        restore_environ(environ),
-        wait_for_threads(threads),
-        end_processes(children),
-        end_process_group(),
-    ]
+    leaks = [restore_environ(environ), wait_for_threads(threads), end_processes(children), end_process_group()]
     if found := "; ".join(filter(None, leaks)):
         pytest.fail(f"leaked {found}", pytrace=False)
 

@@ -34,10 +34,7 @@ NEAR = {
 }
 PLANNED = "sft:24x4x2:1"
 # name -> ranks, jobs
-RUNS = {
-    "one": (1, [*JOBS, "sft:24x8x1:1"]),
-    "two": (2, [*JOBS, PLANNED]),
-}
+RUNS = {"one": (1, [*JOBS, "sft:24x8x1:1"]), "two": (2, [*JOBS, PLANNED])}
 
 
 @pytest.fixture(scope="module")

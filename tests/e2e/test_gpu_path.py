@@ -19,12 +19,7 @@ from tests.helpers.outcome import largest_difference
 from tests.helpers.run import ROOT, finish, hide, run_well, start
 from tests.helpers.tiny import build_tiny
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    need.UNSLOTH,
-    needs_device,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), need.UNSLOTH, needs_device]
 
 SCRIPT = Path(__file__).parent / "scripts" / "gpu_path.py"
 TIMEOUT_S = 400.0

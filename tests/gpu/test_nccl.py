@@ -16,18 +16,7 @@ from safetensors.torch import load_file
 
 from tests.gpu.card import IS_FAKE, IS_REHEARSAL, NEEDS_CARD, cards, of_ranks, place_of
 from tests.helpers.outcome import assert_trained_as_one, distance
-from tests.helpers.run import (
-    BARE,
-    PLAIN,
-    ROOT,
-    finish,
-    free_port,
-    light,
-    orphans,
-    run_well,
-    start,
-    wait_until,
-)
+from tests.helpers.run import BARE, PLAIN, ROOT, finish, free_port, light, orphans, run_well, start, wait_until
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"

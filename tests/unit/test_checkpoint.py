@@ -316,6 +316,15 @@ def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind
             assert (trainer.saved_draws if saves else draws()) == expected
 
 
+def test_repeated_evaluation_that_ends_the_training_lets_no_step_follow(tmp_path):
+    trainer = FakeTrainer()
+    trainer._maybe_log_save_evaluate = lambda *_: setattr(trainer.control, "should_training_stop", True)
+    ours = Resume(trainer, None, None, {}, 0, RunContext())
+    ours._is_evaluation_due, ours._folder = True, tmp_path
+    ours.overrides()["_load_rng_state"](lambda checkpoint: None, tmp_path)
+    assert ours.overrides()["get_batch_samples"](pytest.fail) == ([], None)
+
+
 def test_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     trainer = Saving(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1024 * (folder == tmp_path)))

@@ -5,6 +5,7 @@ import sys
 import time
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -175,22 +176,12 @@ def test_restarted_rank_begins_before_the_first_step(tmp_path):
     assert beat == Heartbeat(progress_s=beat.progress_s, pid=os.getpid())
 
 
-class Memory:
-    """Keeps what is written to a page."""
-
-    def __init__(self):
-        self.written = []
-
-    def __setitem__(self, place, data):
-        self.written.append(data)
-
-
 def test_page_is_written_at_once_and_passed_over_while_it_is_made(tmp_path):
     """A reader that saw zeros for a moment would take the rank for hung."""
     page = HeartbeatPage(tmp_path, 0)
-    page._memory = Memory()
+    page._memory = MagicMock()
     page.mark(Phase.COMPUTE, step=5)
     page.pulse(2)
-    assert [any(data) for data in page._memory.written] == [True, True]
+    assert [any(call.args[1]) for call in page._memory.__setitem__.call_args_list] == [True, True]
     (tmp_path / "beat_rank_1").touch()
     assert list(read_beats(tmp_path)) == [0]

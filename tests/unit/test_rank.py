@@ -85,8 +85,7 @@ def test_group_that_is_being_closed_is_no_error(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("raised", "seen"),
-    [(KeyboardInterrupt(), DistributedError), (EOFError("x"), EOFError), (OSError("x"), OSError)],
+    ("raised", "seen"), [(KeyboardInterrupt(), DistributedError), (EOFError("x"), EOFError), (OSError("x"), OSError)]
 )
 def test_error_at_the_prompt_reaches_the_other_rank(tmp_path, monkeypatch, raised, seen):
     once = [raised]

@@ -65,12 +65,7 @@ ALLOWED = {
         "pickle.loads",
         "pickle.HIGHEST_PROTOCOL",
     },
-    "notebook/kernel.py": {
-        "multiprocessing.connection*",
-        "socket.socket",
-        "socket.SOL_SOCKET",
-        "socket.SO_SNDTIMEO",
-    },
+    "notebook/kernel.py": {"multiprocessing.connection*", "socket.socket", "socket.SOL_SOCKET", "socket.SO_SNDTIMEO"},
     "notebook/recovery.py": {"socket.fromfd", "socket.SOCK_STREAM", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
     "federated/grid.py": {"cloudpickle.dumps", "pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},

@@ -127,13 +127,8 @@ CLASSES = {
 
 
 def shape_of(config):
-    names = (
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "steps_per_generation",
-        "generation_batch_size",
-    )
-    return [getattr(config, name) for name in names]
+    names = "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size"
+    return [getattr(config, name) for name in names.split()]
 
 
 def rebuilt_from(config, batch, accumulation):

@@ -38,10 +38,7 @@ def masked(rows):
     return {**batch, "labels": batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.3, -100)}
 
 
-stops = Calls(
-    on_step_begin=partial(stop, ["step", "killed"]),
-    on_prediction_step=partial(stop, ["evaluation"]),
-)
+stops = Calls(on_step_begin=partial(stop, ["step", "killed"]), on_prediction_step=partial(stop, ["evaluation"]))
 torch.manual_seed(0)
 trainer = OwnOrder(
     model=tiny_llama(attention_dropout=0.1),

@@ -239,12 +239,6 @@ if __name__ == "__main__":
         world_size=WORLD_SIZE,
         timeout=timedelta(seconds=60),
     )
-    facts = {
-        **synchronous(),
-        **local(),
-        "half": half_precision(),
-        "scaled": scaled(adamw),
-        "sparse": sparse(),
-    }
+    facts = {**synchronous(), **local(), "half": half_precision(), "scaled": scaled(adamw), "sparse": sparse()}
     Path(f"facts_{RANK}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()  # Its threads must not run while the process ends.
