@@ -24,8 +24,8 @@ from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 LOSSES = {
-    # Its trainer learns its batch only before it trains, as SetFit's does.
-    "cosine": (losses.CosineSimilarityLoss, 2),
+    # Its trainer learns its batch only before it trains, as SetFit's does: one row, which ranks could not share.
+    "cosine": (losses.CosineSimilarityLoss, 1),
     "ranking": (losses.MultipleNegativesRankingLoss, 1),
     # As a script for torchrun has it: whole micro-batches, of which one rank alone has each, gather nothing.
     "ranking_whole": (lambda model: losses.MultipleNegativesRankingLoss(model, gather_across_devices=True), 2),
