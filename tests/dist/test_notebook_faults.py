@@ -106,8 +106,8 @@ def check_line_that_failed(run: NotebookRun) -> None:
     # The ranks are there, and their group is open.
     offload = "import os, threading\nos.environ['UNSLOTH_FSDP2_CPU_OFFLOAD'] = '0'\n"
     assert run.run(offload + "ump.enable_multi_gpu(num_gpus=2, shard='on', shard_offload=True)").error == "SetupError"
-    left = run.well("del os.environ['UNSLOTH_FSDP2_CPU_OFFLOAD']\nprint(threading.enumerate())")
-    assert "unsloth_multigpu" not in left
+    left = run.well("del os.environ['UNSLOTH_FSDP2_CPU_OFFLOAD']\nprint(threading.enumerate(), *os.environ)")
+    assert not [name for name in ("unsloth_multigpu", "UNSLOTH_FSDP2") if name in left]
     assert run.run(ENABLE).text.splitlines()[-1] == "2"
     assert run.run("%%rank 1\nprint(caught, os.path.exists('behind'))").text == "[rank1] caught False\n"
     assert run.run(f"%%rank 1\nprint({ENVIRONMENT})").text == f"[rank1] {OURS}\n"
