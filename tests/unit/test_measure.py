@@ -139,7 +139,8 @@ class Event:
         Event.num_made += 1
         self.time_s = 0.0
 
-    def record(self):
+    def record(self, stream):
+        assert stream == f"stream of {CARD}"
         self.time_s = float(Event.num_made)
 
     def query(self):
@@ -168,6 +169,7 @@ def test_waiting_within_waiting_counts_once(monkeypatch):
 def test_device_is_not_waited_for(monkeypatch):
     Event.clock, Event.num_made = 0.0, 0
     monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
     found = Waits()
     found.count_on(CARD)
     with found.counted():
