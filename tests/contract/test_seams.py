@@ -19,10 +19,6 @@ from tests.helpers.log_probs import LogProbs
 from tests.helpers.run import LIGHT, ROOT, run_well
 
 
-def pass_through(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **kwargs)
-
-
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.helpers.tiny import build_tiny
@@ -70,7 +66,7 @@ def test_methods_are_there_and_are_called_in_each_step_and_for_each_checkpoint(
     owners = {name: trainer if s.owner == "trainer" else getattr(trainer, s.owner) for name, s in expected.items()}
     with ExitStack() as stack:
         for name in expected:
-            stack.enter_context(steered(owners[name], name, pass_through))
+            stack.enter_context(steered(owners[name], name, lambda call, *args, **kwargs: call(*args, **kwargs)))
         trainer.train()
         num_calls = {name: vars(owners[name])[name].num_calls for name in expected}
         verify_calls(trainer, "step")

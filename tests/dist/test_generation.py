@@ -73,11 +73,6 @@ def test_four_ranks_train_as_one_process_and_say_their_shape(folder):
     assert "completions per step: 12 = 4 ranks x 3 completions x 1 accumulation" in text
     assert "completions per step: 12 = 4 ranks x 1 completions x 3 accumulation" in text
     assert len(re.findall(r"trained 2 steps in [\d.]+ s, of which ", text)) == len([*JOBS, SHAPED])
-    assert text.count("Grpo: each rank generates completions, so the run differs from that on one GPU") == 3
-    assert text.count("loss_type='bnpo': the mean is over the micro-batches") == 1
-    assert (
-        len(re.findall(r"dealt in order: dealt by length, the gradient of step 1 differs by [\d.]+e-0[12]", text)) == 1
-    )
     assert len(re.findall(r"completions dealt by length: gradient differs by \de-0[678]\n", text)) == len(JOBS)
     assert len(re.findall(r"completions dealt by length: \d+ % of the tokens", text)) == len(JOBS)
 
@@ -116,9 +111,7 @@ def test_mistake_in_dealing_is_seen_before_the_first_update(folder):
 
 
 def test_tokens_asked_for_is_refused_with_the_size(folder):
-    refused = (
-        "balance='tokens' is not possible: completions are dealt in order: dealt by length, the gradient of step 1"
-    )
+    refused = "balance='tokens' is not possible: completions are dealt in order: dealt by length, the gradient of"
     for rank in range(2):
         assert refused in (folder / "2" / f"{REFUSED}_{rank}.txt").read_text()
 

@@ -155,22 +155,14 @@ def test_a_subshell_is_none_of_the_workers(notebook: NotebookRun) -> None:
     assert notebook.well("def f(x):\n    !echo {x}\nf('local')") == "local"
 
 
-def press_for_rank_0_alone(notebook: NotebookRun) -> None:
-    os.kill(notebook.pid, signal.SIGINT)
-
-
-def press_by_message(notebook: NotebookRun) -> None:
-    notebook.control("interrupt_request", {})
-
-
 SLEEPS = "print('begins')\ntime.sleep(60 * (1 - rank))\ngoes_on = total(1)"
 
 
 @pytest.mark.parametrize(
     ("source", "press"),
     [
-        (SLEEPS, press_for_rank_0_alone),
-        (SLEEPS, press_by_message),
+        (SLEEPS, lambda notebook: os.kill(notebook.pid, signal.SIGINT)),  # For rank 0 alone.
+        (SLEEPS, lambda notebook: notebook.control("interrupt_request", {})),
         ("!echo begins; exec sleep 60\ngoes_on = total(1)", NotebookRun.interrupt),
     ],
 )

@@ -144,13 +144,9 @@ def test_deterministic_algorithms_leave_the_plan_alone():
     assert ours.balance == before
 
 
-def twice_as_slow(mine):
-    return [mine, [(work, 2 * seconds) for work, seconds in mine]]
-
-
 def test_rank_counts_as_slow_when_it_was_so_twice():
     ours = prepared(loader())
-    ours._manager.gather_json = twice_as_slow
+    ours._manager.gather_json = lambda mine: [mine, [(work, 2 * seconds) for work, seconds in mine]]
     ours._last_speeds = (1.0, 1.0)
     measured_steps(ours, 4)
     assert ours.balance.speeds == (1.0, 1.0)

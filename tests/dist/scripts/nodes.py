@@ -34,11 +34,6 @@ def after_step(name, _, state, *__, **___):
         raise ValueError("planted")
 
 
-def wait_for(name):
-    while not (here / name).exists():
-        time.sleep(0.02)
-
-
 def train(name):
     torch.manual_seed(0)
     model = tiny_llama()
@@ -66,5 +61,6 @@ restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
 print("ranks", world_size, "round", restarts, "seed", os.environ.get("PYTHONHASHSEED"))
 print("interfaces", os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME"), flush=True)
 for name in sys.argv[3:]:
-    wait_for(f"go_{name}")
+    while not (here / f"go_{name}").exists():
+        time.sleep(0.02)
     train(name)

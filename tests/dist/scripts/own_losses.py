@@ -32,10 +32,6 @@ def classifier():
     return BertForSequenceClassification(BERT)
 
 
-def tagger():
-    return BertForTokenClassification(BERT)
-
-
 def llama():
     return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
 
@@ -317,7 +313,7 @@ class Kind:
 
 KINDS = {
     "class_weights": Kind(of(class_weights)),
-    "token_class_weights": Kind(of(class_weights), tagger, lambda: collate_tags),
+    "token_class_weights": Kind(of(class_weights), lambda: BertForTokenClassification(BERT), lambda: collate_tags),
     "weighted_rows": Kind(of(weighted_rows), collate=lambda: collator(labels="class", weight="weight")),
     "summed_target": Kind(of(summed_target), collate=lambda: collator(target="class")),
     "masked": Kind(model=lambda: BertForMaskedLM(BERT), collate=lambda: collator(labels="masked")),
