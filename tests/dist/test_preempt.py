@@ -61,7 +61,6 @@ def test_sigterm_in_an_evaluation_saves_the_step_before_it_and_starts_nothing_ag
     assert not find_marked(f"MARK={tmp_path}")
 
 
-@pytest.mark.thorough
 def test_ctrl_c_reaches_the_script_as_keyboard_interrupt_at_a_meeting_of_the_ranks(tmp_path):
     options = ["--strategy", "local_sgd:every_steps=4", "--save", "steps", "--catch"]
     run = run_stopped(tmp_path, "step_1", signal.SIGINT, SCRIPT, *options, **TWO_RANKS)
