@@ -83,7 +83,6 @@ _TABLE = (
         "tr_loss",
         called="step end",
     ),
-    _seam("log", "Adds throughput, waiting, padding and memory to a line with a training loss.", "logs"),
     _seam("evaluation_loop", "Makes buffers equal on all ranks before the evaluation."),
     _seam("evaluate", "All ranks act on rank 0's metrics. The random state is kept, in case the training is stopped."),
     _seam("prediction_step", "Evaluates the batches of one process.", "model", "inputs"),
@@ -115,11 +114,11 @@ _TABLE = (
     _seam("accelerator.prepare_data_loader", "Samples are divided by this package, not by accelerate.", "data_loader"),
     _seam(
         "callback_handler.call_event",
-        "Callbacks see the script's gradient_accumulation_steps, and their time is measured separately.",
+        "Callbacks see the script's gradient_accumulation_steps, rank 0's metrics and figures of the ranks. Their time "
+        "is measured.",
         "event",
         *_EVENT,
     ),
-    _seam("callback_handler.on_evaluate", "Callbacks of all ranks decide by rank 0's metrics.", *_EVENT, "metrics"),
 )
 SEAMS: dict[str, InstanceSeam] = {seam.name: seam for seam in _TABLE}
 

@@ -38,6 +38,7 @@ def found(tmp_path_factory):
 
 def test_our_functions_stand_where_they_stood(found):
     assert found == json.loads(FROZEN.read_text())
+    assert all(len(t["seams"]) <= 14 and sum(map(len, t["seams"].values())) <= 25 for t in found.values())
 
 
 def test_nothing_of_ours_is_left_behind_a_training(found):

@@ -376,7 +376,8 @@ def draws():
 def loads(model, *missing):
     """What transformers is told after a load that has not found some names."""
     told = []
-    resume = Resume(SimpleNamespace(model=model), None, None, {}, 0, RunContext())
+    args = SimpleNamespace(load_best_model_at_end=True)
+    resume = Resume(SimpleNamespace(model=model, args=args), None, None, {}, 0, RunContext())
     resume.overrides()["_issue_warnings_after_load"](told.append, SimpleNamespace(missing_keys=missing))
     return told
 

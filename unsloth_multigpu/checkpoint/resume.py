@@ -85,11 +85,9 @@ class Resume(Part):
         yield
 
     def overrides(self) -> dict[str, Override]:
-        return {
-            "_issue_warnings_after_load": self._check_loaded,
-            "_load_rng_state": self._load_random_state,
-            "get_batch_samples": self._batch_samples,
-        }
+        found = {"_load_rng_state": self._load_random_state, "get_batch_samples": self._batch_samples}
+        is_one_loaded = self._folder is not None or self.trainer.args.load_best_model_at_end
+        return {**found, "_issue_warnings_after_load": self._check_loaded} if is_one_loaded else found
 
     def _training_facts(self) -> dict[str, Any]:
         args, config, of_run = self.trainer.args, self.manager.config, self.of_run

@@ -79,6 +79,18 @@ def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
 
 
 @contextmanager
+def nothing_gathered(trainer: TrainerLike) -> Iterator[None]:
+    """Makes `Accelerator.gather` and similar methods return the rank's own values while the context is open.
+
+    TRL's losses gather metrics, and KTO its KL term. There ranks have different numbers of rows and micro-batches.
+    """
+    with ExitStack() as stack:
+        for name in ("gather", "gather_for_metrics", "reduce"):
+            stack.enter_context(steered(trainer.accelerator, name, lambda _, tensor, *_1, **_2: tensor))
+        yield
+
+
+@contextmanager
 def without_other_ranks() -> Iterator[None]:
     """Makes `torch.distributed` report no default process group while the context is open.
 

@@ -96,7 +96,6 @@ class StepFeed(Part):
             "backward": self.passes.backward,
             "get_total_train_batch_size": self._total_train_batch_size,
             "call_event": self._call_event,
-            **dict.fromkeys(("gather", "gather_for_metrics", "reduce"), self._unless_in_loss),
         }
 
     def is_needed(self, seam: str) -> bool:
@@ -367,13 +366,3 @@ class StepFeed(Part):
         if self.passes.reduction != known:
             self.passes.weight_parts(step)
         return self.passes.train(original, model, step, num_items)
-
-    def _unless_in_loss(self, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Accelerator.gather` and similar methods, which TRL's losses call for metrics and KTO for its KL.
-
-        Inside a loss nothing is gathered, as in one process: ranks have different numbers of rows and micro-batches.
-        """
-        if not self.passes.in_loss:
-            with self._manager.waits.counted():
-                return exchange(tensor, *args, **kwargs)
-        return tensor

@@ -12,7 +12,7 @@ from torch import nn
 
 from unsloth_multigpu.deal.balance import Balancer
 from unsloth_multigpu.deal.deal import MicroBatch, Step, without_labels
-from unsloth_multigpu.deal.one_process import counted_as_one_process
+from unsloth_multigpu.deal.one_process import counted_as_one_process, nothing_gathered
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.part import TrainerLike
@@ -36,7 +36,6 @@ class StepPasses:
         is_whole: Each of the script's micro-batches stays on one rank.
         is_lockstep: Ranks synchronize in every micro-batch, as sharded models do.
         current: The micro-batch that is being computed.
-        in_loss: A training loss is being computed, or a step as in one process. Then nothing is gathered.
         sequence: Splits samples over ranks (`sequence_parallel`); None without it.
         count: The trainer's own `get_batch_samples`, which counts tokens.
         num_samples, num_micro_batches: Computed so far.
@@ -52,7 +51,7 @@ class StepPasses:
         self.balancer = Balancer(trainer, manager)
         self.metrics = Metrics(trainer, manager)
         self.reduction = LossReduction(TOKEN_SUM, SUM)
-        self.is_whole = self.is_lockstep = self.in_loss = False
+        self.is_whole = self.is_lockstep = False
         # The script's own step has called `loss.backward()`, so the loss of the last micro-batch was not weighted.
         self._is_own_backward = False
         self.current: MicroBatch | None = None
@@ -203,14 +202,14 @@ class StepPasses:
 
     def loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Overrides `Trainer.compute_loss`: weights the loss by the micro-batch's part of the step."""
-        self.in_loss = model.training
         with ExitStack() as stack:
-            stack.callback(setattr, self, "in_loss", False)
             stack.enter_context(self.accumulation_of_script())
             if self._manager.identity.world_size > 1:
                 # The Trainer would multiply some losses by the number of ranks. `_factor` does it for all.
                 stack.enter_context(instance_attribute(self._trainer.args, "average_tokens_across_devices", False))
             stack.enter_context(counted_as_one_process(self._trainer))
+            if model.training:
+                stack.enter_context(nothing_gathered(self._trainer))
             if self.sequence is not None and self.sequence.is_on:
                 inputs = stack.enter_context(self.sequence.part_of(inputs))
             result = original(model, inputs, *args, **kwargs)

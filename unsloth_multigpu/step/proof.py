@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from unsloth_multigpu.deal.deal import MicroBatch, Step
-from unsloth_multigpu.deal.one_process import counted_as_one_process, without_other_ranks
+from unsloth_multigpu.deal.one_process import counted_as_one_process, nothing_gathered, without_other_ranks
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_seed, read_random_state, seed_all
@@ -260,13 +260,13 @@ class StepProof:
         trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(counted_as_one_process(trainer))
+            stack.enter_context(nothing_gathered(trainer))
             if self._own_code:
                 stack.enter_context(without_other_ranks())
             stack.enter_context(self._feed.passes.accumulation_of_script())
             stack.enter_context(instance_attribute(trainer.args, "average_tokens_across_devices", False))
             for name in ("compute_loss", "get_batch_samples"):
                 stack.enter_context(instance_attribute(trainer, name, unsteered(getattr(trainer, name))))
-            stack.enter_context(instance_attribute(self._feed.passes, "in_loss", True))
             yield
 
     def _as_dealt(self, model: nn.Module, rows: StepRows, one: WithoutDropout) -> tuple[Difference, WithoutDropout]:

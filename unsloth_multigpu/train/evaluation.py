@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from unsloth_multigpu.deal.one_process import nothing_gathered
 from unsloth_multigpu.deal.share import Share
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import persistent_buffers, tensor_hashes
@@ -85,8 +85,7 @@ class Evaluation:
         self._num_rows += 0 if is_filler else ignorant_find_batch_size(inputs) or 0
         before = {name: (values, len(values)) for name, values, _ in collected(self._trainer, "eval")}
         with ExitStack() as stack:
-            for name in ("gather", "gather_for_metrics", "reduce"):
-                stack.enter_context(steered(self._trainer.accelerator, name, functools.partial(_alone, name)))
+            stack.enter_context(nothing_gathered(self._trainer))
             stack.enter_context(instance_attribute(self._trainer, "gather_function", lambda values: values))
             loss, logits, labels = original(model, inputs, *args, **kwargs)
         self._note(before, is_filler=is_filler)
@@ -147,12 +146,6 @@ class Evaluation:
                     getattr(self._trainer, attribute)["eval"].setdefault(metric, []).extend(values)
 
 
-def _alone(name: str, _original: Any, tensor: Any, *_args: Any, **_kwargs: Any) -> Any:
-    """Overrides `Accelerator.gather` and similar methods: in a loss nothing is gathered, as in one process."""
-    is_number = isinstance(tensor, torch.Tensor) and tensor.dim() == 0
-    return tensor[None] if is_number and name != "reduce" else tensor
-
-
 class EqualEvaluations(Part):
     """Gives all ranks rank 0's buffers before an evaluation and after a training; gives callbacks rank 0's metrics.
 
@@ -168,7 +161,7 @@ class EqualEvaluations(Part):
         self._has_warned = False
 
     def overrides(self) -> dict[str, Override]:
-        return {"evaluation_loop": self._evaluation_loop, "on_evaluate": self._decide_alike}
+        return {"evaluation_loop": self._evaluation_loop, "call_event": self._call_event}
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._at_begin = _hashes(self._buffers())
@@ -178,15 +171,14 @@ class EqualEvaluations(Part):
         self.make_equal()
         return original(*args, **kwargs)
 
-    def _decide_alike(
-        self, original: Callable[..., Any], args: ArgumentsLike, state: StateLike, control: ControlLike, metrics: Any
-    ) -> Any:
-        """Overrides `CallbackHandler.on_evaluate`: callbacks such as early stopping see rank 0's metrics on all ranks.
+    def _call_event(self, original: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> Any:
+        """Overrides `CallbackHandler.call_event`: callbacks such as early stopping see rank 0's metrics on all ranks.
 
         A script's own `evaluate` may have added numbers to the metrics of the loop.
         """
-        metrics.update(self._manager.broadcast_numbers(metrics))
-        return original(args, state, control, metrics)
+        if event == "on_evaluate":
+            kwargs["metrics"].update(self._manager.broadcast_numbers(kwargs["metrics"]))
+        return original(event, *args, **kwargs)
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.make_equal()

@@ -312,12 +312,15 @@ class LogFigures(Part):
             yield
 
     def overrides(self) -> dict[str, Override]:
-        return {"log": self._log}
+        return {"call_event": self._call_event}
 
-    def _log(self, original: Callable[..., Any], logs: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(logs, dict) and "loss" in logs and self._meter.figures.num_steps:
-            logs = {**logs, **self._numbers()}
-        return original(logs, *args, **kwargs)
+    def _call_event(self, original: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> Any:
+        """Overrides `CallbackHandler.call_event`: adds the numbers to a line with a loss, before trackers get it."""
+        if event == "on_log" and "loss" in kwargs["logs"] and self._meter.figures.num_steps:
+            numbers = self._numbers()
+            kwargs["logs"].update(numbers)
+            self._trainer.state.log_history[-1].update(numbers)  # A copy of the line.
+        return original(event, *args, **kwargs)
 
     def _show(self, original: Callable[..., Any], *args: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
         """Replaces `on_log` of a callback that prints the line."""

@@ -32,7 +32,7 @@ PLACES: tuple[tuple[str, str], ...] = (
     ("decision", "Handles events before later parts, which act on the decision that all ranks agreed on."),
     ("faults", "Injects faults inside all guards, which see them as faults of the script."),
     ("waits", "Close to the micro-batches: measures the wait for other ranks from the last gradient on."),
-    ("log", "Adds its numbers to a log line. No other part replaces `log`, so any place would do."),
+    ("log", "Adds its numbers to a log line before the time of the script's callbacks begins."),
     ("completions", "Deals micro-batches before any part counts or computes them."),
     ("feed", "For all later parts, a batch of the Trainer is a complete optimizer step."),
     ("metrics", "Reads the records of the feed before the Trainer logs, evaluates or saves."),
