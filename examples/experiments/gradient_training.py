@@ -14,11 +14,12 @@ import torch.distributed as dist
 from gradient_task import TASKS, Data, Task, accuracy_of, loss_of
 from gradient_variant import VARIANTS, Variant
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
-from unsloth_multigpu.strategies.sync import GradientSync, flatten
+from unsloth_multigpu.strategies.sync import GradientSync
 
 
 def run_task(name: str, options: argparse.Namespace, manager: DDPManager) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def train(
     sync.begin()
     run = loop(task, variant, sync, num_epochs, seed, manager)
     sync.synchronize()
-    return run, flatten(list(model.parameters()))
+    return run, parameters_to_vector(model.parameters()).detach()
 
 
 def loop(
@@ -143,7 +144,7 @@ def gradient_cosine(
 
 def gather(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Every rank's tensors as one flat tensor. Collective."""
-    mine = flatten(tensors)
+    mine = parameters_to_vector(tensors).detach()
     of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, mine)
     return of_ranks

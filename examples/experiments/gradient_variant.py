@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from unsloth_multigpu.strategies.sync import AllReduceSync, GradientSync, ParameterServerSync, flatten, unflatten_into
+from unsloth_multigpu.strategies.sync import AllReduceSync, GradientSync, ParameterServerSync
 
 NUM_RANKS = 4
 ROWS_PER_RANK = 16
@@ -36,9 +37,12 @@ class NoBroadcast(AllReduceSync):
 class SkippedUpdates(AllReduceSync):
     """MISTAKE: the last rank leaves out some updates, as code does that decides by the rank's own loss."""
 
+    num_steps = 0
+
     def after_backward(self) -> None:
         super().after_backward()
-        if self.rank == self.world_size - 1 and (self.num_steps + 1) % SKIP_EVERY_STEPS == 0:
+        self.num_steps += 1
+        if self.rank == self.world_size - 1 and self.num_steps % SKIP_EVERY_STEPS == 0:
             set_gradients(self.parameters, None)
 
 
@@ -64,7 +68,7 @@ class StepPerWorker(GradientSync):
     """MISTAKE: the server takes a step with each worker's gradient, where one step with their mean was meant."""
 
     def after_backward(self) -> None:
-        mine = flatten([p.grad for p in self.parameters])
+        mine = parameters_to_vector([p.grad for p in self.parameters])
         is_server = self.rank == 0
         every = [torch.empty_like(mine) for _ in range(self.world_size)] if is_server else None
         dist.gather(mine, every, dst=0)
@@ -83,7 +87,7 @@ class DedicatedServer(GradientSync):
     """MISTAKE: rank 0 only serves, so an epoch's samples make more and smaller steps than in the run compared with."""
 
     def after_backward(self) -> None:
-        total = flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        total = parameters_to_vector([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         dist.reduce(total, dst=0)
         set_gradients(self.parameters, total / (self.world_size - 1) if self.rank == 0 else None)
 
@@ -98,7 +102,7 @@ def set_gradients(parameters: list[nn.Parameter], flat: torch.Tensor | None) -> 
     for parameter in parameters:
         parameter.grad = None if flat is None else torch.empty_like(parameter)
     if flat is not None:
-        unflatten_into([p.grad for p in parameters if p.grad is not None], flat)
+        vector_to_parameters(flat, [p.grad for p in parameters if p.grad is not None])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import ast
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -131,6 +131,14 @@ def test_page_is_that_of_this_code(name: str, made: Callable[[str], str], module
     page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     assert page == made(page), f"write it again: python -m tests.helpers.{module}"
     assert name == "options" or "|  |\n" not in page  # Each patch has a reason.
+
+
+def test_examples_import_what_there_is() -> None:
+    for path in (ROOT / "examples").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unsloth_multigpu."):
+                module = import_module(str(node.module))
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], path
 
 
 def test_each_place_of_parts_has_one() -> None:

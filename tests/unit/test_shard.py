@@ -163,17 +163,17 @@ def test_offload_is_not_asked_against_the_script(monkeypatch):
 
 
 def test_a_closed_session_asks_no_library_to_shard(monkeypatch):
-    monkeypatch.delenv("UNSLOTH_FSDP2_CPU_OFFLOAD", raising=False)
-    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
-    monkeypatch.setenv("UNSLOTH_FSDP2", "1")
+    names = "UNSLOTH_FSDP2_CPU_OFFLOAD", "ACCELERATE_USE_FSDP", "UNSLOTH_FSDP2"
+    for name in names[:2]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(names[2], "1")
     with ExitStack() as on_close:
         ask_unsloth_to_shard(on_close)
         assert "UNSLOTH_FSDP2_CPU_OFFLOAD" not in os.environ
         ask_unsloth_to_shard(on_close, offload=True)
         assert os.environ["UNSLOTH_FSDP2_CPU_OFFLOAD"] == "1"
         os.environ["ACCELERATE_USE_FSDP"] = "true"  # As transformers does for a sharded Trainer.
-    assert not os.environ.keys() & {"UNSLOTH_FSDP2_CPU_OFFLOAD", "ACCELERATE_USE_FSDP"}
-    assert os.environ["UNSLOTH_FSDP2"] == "1"
+    assert [os.environ.get(name) for name in names] == [None, None, "1"]
 
 
 @pytest.mark.parametrize(
