@@ -317,9 +317,10 @@ class LogFigures(Part):
     def _call_event(self, original: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> Any:
         """Overrides `CallbackHandler.call_event`: adds the numbers to a line with a loss, before trackers get it."""
         if event == "on_log" and "loss" in kwargs["logs"] and self._meter.figures.num_steps:
-            numbers = self._numbers()
-            kwargs["logs"].update(numbers)
-            self._trainer.state.log_history[-1].update(numbers)  # A copy of the line.
+            logs, history, numbers = kwargs["logs"], self._trainer.state.log_history, self._numbers()
+            if history and history[-1].get("loss") is logs["loss"]:  # `Trainer.log` has appended a copy of the line.
+                history[-1].update(numbers)
+            kwargs["logs"] = {**logs, **numbers}
         return original(event, *args, **kwargs)
 
     def _show(self, original: Callable[..., Any], *args: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
