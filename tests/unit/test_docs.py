@@ -142,9 +142,8 @@ def test_examples_import_what_there_is() -> None:
 
 
 def test_each_place_of_parts_has_one() -> None:
-    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "unsloth_multigpu").rglob("*.py"))
-    found = [name for source in sources for name in re.findall(r'^    place = "(\w+)"$', source, flags=re.MULTILINE)]
-    assert set(found) == {name for name, _ in PLACES}
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "unsloth_multigpu").rglob("*.py"))
+    assert set(re.findall(r'^    place = "(\w+)"$', text, flags=re.MULTILINE)) == {name for name, _ in PLACES}
 
 
 def test_no_folder_reaches_itself_and_no_arrow_goes_up() -> None:

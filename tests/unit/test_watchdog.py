@@ -158,6 +158,7 @@ def test_cut_wire_is_named_whatever_the_ranks_of_this_node_do():
     # One rank looks into the store of the other node, and the other one is in the next collective already.
     asks = beat(Phase.AGREE, collective=41)
     expect(judge(asks, waits(collective=42), unheard_s=11), None, f"{told}; node 1 (ranks 2, 3) has not")
+    expect(judge(beat(Phase.UPDATE, still_s=51), waits(51, collective=42), unheard_s=11), None, told[:43])
     # Before the node counts as lost, neither rank is blamed for it.
     assert judge(asks, waits(collective=42), unheard_s=9) is None
     # A rank that is behind by itself is blamed, and the lost node is told as well.

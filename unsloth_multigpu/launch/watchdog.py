@@ -120,8 +120,10 @@ def _blame(beats: Mapping[int, Heartbeat], hung: Collection[int], still_s: Mappi
     last = [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
     are_all = len(last) == len(beats)
     gone = f"; {lost}: the connection is gone, or that machine" if lost else ""
-    # A rank in AGREE waits for the store, perhaps of another node.
-    if lost and (are_all or all(beats[r].phase == Phase.AGREE for r in last)):
+    # A rank in AGREE waits for the store, and one between two steps in a comparison, perhaps for another node.
+    behind = [beats[r] for r in last]
+    may_wait = (b.phase == Phase.AGREE or (b.phase == Phase.UPDATE and b.micro_batch == 0) for b in behind)
+    if lost and (are_all or all(may_wait)):
         rank = min(hung, key=lambda r: still_s[r])
         place = f"for {still_s[rank]:.0f} s ({where(beats[rank])})"
         return Hang(None, f"all ranks of this node make no progress {place}{gone}", beats[rank].step)
