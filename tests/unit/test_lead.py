@@ -78,7 +78,7 @@ def test_decision_behind_the_last_synchronization_of_ranks_that_step_by_themselv
     with Loop(trainer, [decision]).steering():
         trainer.steps(6, on_step=lambda step: setattr(trainer.control, "should_save", step == 5))
     assert trainer.saved == []
-    assert caplog.messages[-1] == "control.should_save had no effect: the training ended before"
+    assert caplog.messages[-1] == "control.should_save had no effect, because the training had ended"
 
 
 def preemption_of(trainer, manager, events=None):

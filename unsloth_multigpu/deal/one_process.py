@@ -84,9 +84,13 @@ def nothing_gathered(trainer: TrainerLike) -> Iterator[None]:
 
     TRL's losses gather metrics, and KTO its KL term. There ranks have different numbers of rows and micro-batches.
     """
+
+    def own(_: Any, tensor: Any = None, *_others: Any, input_data: Any = None, **_more: Any) -> Any:
+        return input_data if tensor is None else tensor  # The name of `gather_for_metrics` is `input_data`.
+
     with ExitStack() as stack:
         for name in ("gather", "gather_for_metrics", "reduce"):
-            stack.enter_context(steered(trainer.accelerator, name, lambda _, tensor, *_1, **_2: tensor))
+            stack.enter_context(steered(trainer.accelerator, name, own))
         yield
 
 

@@ -87,8 +87,12 @@ def where(beat: Heartbeat) -> str:
 
 
 def _factor(beat: Heartbeat) -> int:
-    is_in_callback = beat.phase == Phase.UPDATE and _is_between_steps(beat)
-    return (Phase.CALLBACKS if is_in_callback else beat.phase).limit_factor
+    return (Phase.CALLBACKS if _is_behind_update(beat) else beat.phase).limit_factor
+
+
+def _is_behind_update(beat: Heartbeat) -> bool:
+    """True between two steps, while callbacks run and ranks are compared."""
+    return beat.phase == Phase.UPDATE and _is_between_steps(beat)
 
 
 def _is_between_steps(beat: Heartbeat) -> bool:
@@ -120,9 +124,8 @@ def _blame(beats: Mapping[int, Heartbeat], hung: Collection[int], still_s: Mappi
     last = [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
     are_all = len(last) == len(beats)
     gone = f"; {lost}: the connection is gone, or that machine" if lost else ""
-    # A rank in AGREE waits for the store, and one between two steps in a comparison, perhaps for another node.
-    behind = [beats[r] for r in last]
-    may_wait = (b.phase == Phase.AGREE or (b.phase == Phase.UPDATE and b.micro_batch == 0) for b in behind)
+    # Such a rank may wait for another node: it reads the store of the ranks, or it is in a comparison of all ranks.
+    may_wait = (beats[r].phase == Phase.AGREE or _is_behind_update(beats[r]) for r in last)
     if lost and (are_all or all(may_wait)):
         rank = min(hung, key=lambda r: still_s[r])
         place = f"for {still_s[rank]:.0f} s ({where(beats[rank])})"

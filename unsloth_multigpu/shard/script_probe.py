@@ -96,7 +96,7 @@ def ask(
         values = {"file": str(outcome), "question": dataclasses.asdict(question)}
         request = ToolRequest("unsloth_multigpu.shard.script_probe:Probe", values)
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
-        code = run_to_end(command, variables, log, marker=folder.name, limit_s=limit_s)
+        code = run_to_end(command, variables, log, marker=str(folder), limit_s=limit_s)
         if code is None:
             raise RankTimeoutError(
                 f"The script did not reach train() within {limit_s:g} seconds.",

@@ -196,7 +196,8 @@ def layers_of(model: Any, size: int) -> list[nn.Module]:
         why = f"attn_implementation={attention!r} is not among the functions of transformers' attention interface"
         hint = "Load the model with attn_implementation='sdpa'."
     elif num_heads % size:
-        why, hint = f"sequence_parallel={size} does not divide {num_heads} attention heads", "Set a divisor of this."
+        why = f"sequence_parallel={size} does not divide {num_heads} attention heads"
+        hint = f"Set a divisor of {num_heads}."
     if why:
         raise SetupError(f"{why}.", hint=hint)
     return list(layers or ())

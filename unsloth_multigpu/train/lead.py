@@ -159,7 +159,7 @@ class OneDecision(Part):
             fact = "a callback of rank %d has set control.%s, and none of rank 0 did: rank 0's decision counts"
             logger.warning(fact + ". Let the callback decide alike on all ranks", self._manager.rank, lost)
         if self._postponed:
-            logger.warning("control.%s had no effect: the training ended before", _names(self._postponed))
+            logger.warning("control.%s had no effect, because the training had ended", _names(self._postponed))
 
     def on_log(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # A script may log on one rank only. The first call after a step is the loop's own, on all ranks.

@@ -260,7 +260,7 @@ def gathers_by_torch(model, inputs):
 class GathersByAccelerate(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         rows = scores(model, inputs)
-        others = self.accelerator.gather(rows)
+        others = self.accelerator.gather_for_metrics(input_data=rows)
         begin = self.accelerator.process_index * len(rows)
         return functional.cross_entropy(rows @ others.T, torch.arange(len(rows)) + begin)
 
