@@ -74,6 +74,12 @@ class Part:
         """False if the training is correct even when this override is never called."""
         return not self.may_be_missed
 
+    def ends_training(self) -> bool:
+        """True at the end of the last epoch, also if it had fewer steps than planned, and if the training stops."""
+        state, control = self._trainer.state, self._trainer.control
+        is_over = state.global_step >= state.max_steps or state.epoch > state.num_train_epochs - 1
+        return bool(is_over or control.should_training_stop)
+
     @contextmanager
     def around(self) -> Iterator[None]:
         """Context of the training. It encloses the overrides of this part and the contexts of all later parts."""
@@ -104,8 +110,14 @@ class GradientExchange(Part):
         """Returns the bytes that this rank sends in `num_steps` steps; None if not known."""
         return None
 
+    def before_save(self) -> None:
+        """Called on every rank before a checkpoint is saved."""
+
     def save_state(self, folder: Path) -> None:
         """Adds its state to a checkpoint."""
+
+    def load_state(self, folder: Path) -> None:
+        """Reads its state of the checkpoint from which the training resumes. Called on every rank."""
 
 
 def generates_samples(trainer: TrainerLike) -> bool:

@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 FROZEN = Path(__file__).parent / "onion.json"
 RUNS = {
     "one process": (1, [{}, {"resume": "auto"}]),
-    "two ranks": (2, [{"resume": "auto", "on_nan": "skip", "verify_every": 1}]),
+    "ranks": (2, [{"resume": "auto", "on_nan": "skip", "verify_every": 1}, {"strategy": "local_sgd:every_steps=2"}]),
 }
 
 

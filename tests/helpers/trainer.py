@@ -153,13 +153,9 @@ class FakeTrainer:
     def _push_from_checkpoint(self, checkpoint_folder):
         raise AssertionError
 
-    def _load_best_model(self): ...
-
     def _load_rng_state(self, checkpoint): ...
 
     def _issue_warnings_after_load(self, load_result): ...
-
-    def _load_optimizer_and_scheduler(self, checkpoint): ...
 
     def event(self, name, **kwargs):
         """Calls the callbacks."""

@@ -192,7 +192,7 @@ def rank_of(attempts=(0, 0), **options):
 
 def resume_of(*attempts, **options):
     context = RunContext(run_id="run" if attempts else None, attempt=next(iter(attempts), 0))
-    resume = Resume(None, rank_of(attempts or (0, 0), **options), None, {}, 0, context)
+    resume = Resume(None, rank_of(attempts or (0, 0), **options), None, {}, 0, context, None)
     resume.facts = FACTS
     return resume
 
@@ -249,7 +249,9 @@ def test_seeds_of_places_stay_those_that_checkpoints_were_trained_with():
 
 
 class Saving(FakeTrainer):
-    """It saves after its third step."""
+    """It saves after its third step, once the weights of all ranks are equal."""
+
+    is_equal = False
 
     def __init__(self, folder, *files):
         super().__init__()
@@ -262,6 +264,7 @@ class Saving(FakeTrainer):
         return str(self.folder)
 
     def save(self, model, trial):
+        assert self.is_equal
         folder = Path(self._get_output_dir(), "checkpoint-3")
         for number, name in enumerate(self.files):
             if number == len(self.files) - 1:
@@ -278,8 +281,10 @@ def checkpoints(trainer, rank):
     accumulation = partial(instance_attribute, trainer.args, "gradient_accumulation_steps", 4)
     passes = SimpleNamespace(accumulation_of_script=accumulation)
     steps = SimpleNamespace(proof=SimpleNamespace(values=dict), loader=None, passes=passes)
-    resume = Resume(trainer, rank, steps, {}, 0, RunContext())
-    return Checkpoints(trainer, rank, steps, GradientExchange(trainer, rank), resume, HeartbeatPage(None, 0))
+    exchange = GradientExchange(trainer, rank)
+    exchange.before_save = lambda: setattr(trainer, "is_equal", True)
+    resume = Resume(trainer, rank, steps, {}, 0, RunContext(), exchange)
+    return Checkpoints(trainer, rank, steps, resume, HeartbeatPage(None, 0))
 
 
 NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]
@@ -319,7 +324,7 @@ def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind
 def test_repeated_evaluation_that_ends_the_training_lets_no_step_follow(tmp_path):
     trainer = FakeTrainer()
     trainer._maybe_log_save_evaluate = lambda *_: setattr(trainer.control, "should_training_stop", True)
-    ours = Resume(trainer, None, None, {}, 0, RunContext())
+    ours = Resume(trainer, None, None, {}, 0, RunContext(), None)
     ours._is_evaluation_due, ours._folder = True, tmp_path
     ours.overrides()["_load_rng_state"](lambda checkpoint: None, tmp_path)
     assert ours.overrides()["get_batch_samples"](pytest.fail) == ([], None)
@@ -377,7 +382,7 @@ def loads(model, *missing):
     """What transformers is told after a load that has not found some names."""
     told = []
     args = SimpleNamespace(load_best_model_at_end=True)
-    resume = Resume(SimpleNamespace(model=model, args=args), None, None, {}, 0, RunContext())
+    resume = Resume(SimpleNamespace(model=model, args=args), None, None, {}, 0, RunContext(), None)
     resume.overrides()["_issue_warnings_after_load"](told.append, SimpleNamespace(missing_keys=missing))
     return told
 

@@ -20,44 +20,35 @@ def test_ranks_meet_before_weights_are_read(control):
     flags = dict.fromkeys(("should_save", "should_evaluate", "should_training_stop"), False)
     asked = SimpleNamespace(**{name: name == control for name in flags})
     met = []
-    _, exchange = exchange_of(nn.Linear(3, 2), strategy="local_sgd")
+    trainer, exchange = exchange_of(nn.Linear(3, 2), strategy="local_sgd")
+    trainer.state, trainer.control = SimpleNamespace(global_step=3, max_steps=8, epoch=1.0, num_train_epochs=2), asked
     exchange.sync = SimpleNamespace(synchronize=lambda: met.append("met"))
     exchange.on_step_end(None, None, asked)
     exchange.on_epoch_end(None, None, asked)
     assert met == ["met"] * (2 if control else 0)
-
-
-class Saving(FakeTrainer):
-    """Notes what was done before it saved."""
-
-    saved_after = None
-
-    def _save_checkpoint(self, model, trial):
-        self.saved_after = list(model)
+    trainer.state.epoch = 1.5
+    exchange.on_epoch_end(None, None, asked)  # The best checkpoint may be loaded next.
+    assert len(met) == (3 if control else 1)
 
 
 def exchange_of(model, **options):
-    trainer = Saving(model)
+    trainer = FakeTrainer(model)
     exchange = Exchange(trainer, manager_of(None, config=MultiGPUConfig(**options)))
     return trainer, exchange
 
 
 def test_exchange_steers_one_model_also_where_the_training_fails():
     trainer, exchange = exchange_of(nn.Linear(3, 2), strategy="local_sgd")
-    met = []
-    exchange.sync = SimpleNamespace(synchronize=lambda: met.append("met"))
     with pytest.raises(KeyError), Loop(trainer, [exchange]).steering():  # noqa: PT012
         assert not trainer.args.average_tokens_across_devices
-        trainer._save_checkpoint(met, None)
         frozen = nn.Linear(3, 2).requires_grad_(False)
         for model in (trainer.model, frozen):
             assert trainer.accelerator.prepare_model(model) is model
         with pytest.raises(SetupError, match="A Linear is trained in addition to the Trainer's model"):
             trainer.accelerator.prepare_model(nn.Linear(3, 2))
         raise KeyError
-    assert trainer.saved_after == ["met"]
     assert (trainer.callback_handler.callbacks, trainer.args.average_tokens_across_devices) == ([], True)
-    assert "_save_checkpoint" not in vars(trainer)
+    assert "training_step" not in vars(trainer)
 
 
 class Half(FakeTrainer):

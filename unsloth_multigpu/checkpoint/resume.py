@@ -20,7 +20,7 @@ from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.wire.context import RunContext
 
@@ -56,6 +56,7 @@ class Resume(Part):
     arguments: dict[str, Any]
     training: int
     context: RunContext
+    exchange: GradientExchange
     of_run: dict[str, Any] = field(init=False, default_factory=dict)
     facts: dict[str, Any] = field(init=False, default_factory=dict)
     is_sharded: bool = field(init=False, default=False)
@@ -85,9 +86,14 @@ class Resume(Part):
         yield
 
     def overrides(self) -> dict[str, Override]:
-        found = {"_load_rng_state": self._load_random_state, "get_batch_samples": self._batch_samples}
-        is_one_loaded = self._folder is not None or self.trainer.args.load_best_model_at_end
-        return {**found, "_issue_warnings_after_load": self._check_loaded} if is_one_loaded else found
+        found: dict[str, Override] = {}
+        if self._folder is not None or self.trainer.args.load_best_model_at_end:
+            found["_issue_warnings_after_load"] = self._check_loaded
+        if self._folder is not None:
+            found["get_batch_samples"] = self._batch_samples
+        if self._is_evaluation_due:
+            found["_load_rng_state"] = self._load_random_state
+        return found
 
     def _training_facts(self) -> dict[str, Any]:
         args, config, of_run = self.trainer.args, self.manager.config, self.of_run
@@ -124,12 +130,7 @@ class Resume(Part):
                 logger.info("the training resumes from %s", found)
 
     def _find(self, run_dir: Path, asked: Any, restarted_run: str | None) -> str | None:
-        """Returns the checkpoint to resume from, or None. If one was asked for, Hugging Face then raises its own error.
-
-        Raises:
-            ResumeError: The requested checkpoint is incomplete, or of another number of ranks.
-            SetupError: It was written by a sharded training and this one is not sharded, or the reverse.
-        """
+        """Returns the checkpoint to resume from, or None: if one was asked for, Hugging Face then raises."""
         is_auto, found = self.manager.config.resume == "auto", None
         if is_auto or restarted_run:
             # It has priority over the script's own argument, which is the same whenever the command is started.
@@ -170,7 +171,9 @@ class Resume(Part):
             )
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Restores the order of samples of the resumed epoch."""
+        """Restores the order of samples of the resumed epoch, and the state of the gradient exchange."""
+        if self._folder is not None:
+            self.exchange.load_state(self._folder)
         # No step follows before which the evaluation would be repeated.
         if 0 < state.max_steps <= state.global_step:
             self._evaluate_again()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import Engine, class_of, fsdp_modules, has_shards, part_of, reshard
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, StateLike, TrainerLike
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, StateLike, TrainerLike
 from unsloth_multigpu.shard.packed import check_parts, give_back, in_parts
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.loss import hooked
@@ -99,13 +99,9 @@ class Sharding(GradientExchange):
             single = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}
             plugin.mixed_precision_policy = dataclasses.replace(policy, **single)
 
-    def overrides(self) -> dict[str, Override]:
-        return {"_save_checkpoint": self._save}
-
-    def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Overrides `Trainer._save_checkpoint`: reshards first, as an evaluation may have left weights gathered."""
+    def before_save(self) -> None:
+        """Reshards, as an evaluation may have left weights gathered."""
         reshard(self._trainer.model)
-        original(*args, **kwargs)
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Checks that the model is sharded and that the optimizer trains the shards.

@@ -123,8 +123,7 @@ class Metrics(Part):
         control, is_end, self._is_epoch_end = self._trainer.control, self._is_epoch_end, False
         if is_end and not self._manager.config.is_synchronous:
             # Ranks that step independently wait for each other only at the end of the training.
-            state = self._trainer.state
-            is_end = control.should_training_stop or state.global_step >= state.max_steps
+            is_end = self.ends_training()
         is_long = len(self._losses) >= _MOST_STEPS and self._manager.config.is_synchronous
         if is_end or is_long or control.should_log or control.should_evaluate or control.should_save:
             if self.is_dealing:

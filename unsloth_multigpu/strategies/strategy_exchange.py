@@ -41,7 +41,6 @@ class Exchange(GradientExchange):
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         super().__init__(trainer, manager)
         self._config = manager.config
-        self._checkpoint: str | None = None
         self.sync: GradientSync | None = None
 
     @contextmanager
@@ -53,15 +52,7 @@ class Exchange(GradientExchange):
         yield
 
     def overrides(self) -> dict[str, Override]:
-        return {
-            "prepare_model": self._prepare_alone,
-            "training_step": self._training_step,
-            # Its argument is the checkpoint from which the training resumes.
-            "_load_optimizer_and_scheduler": self._load_optimizer,
-            # Independent of the callbacks, since a training may end without a last step.
-            "_save_checkpoint": self._synchronize_before,
-            "_load_best_model": self._synchronize_before,
-        }
+        return {"prepare_model": self._prepare_alone, "training_step": self._training_step}
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Creates the strategy for the prepared model and optimizer. Collective."""
@@ -77,8 +68,6 @@ class Exchange(GradientExchange):
         sync_of = _SYNCS[type(self._config.strategy)]
         self.sync = sync_of(trainer.model, optimizer, self._config.strategy, is_loss_scaled=is_loss_scaled)
         self.sync.begin()
-        if self._checkpoint is not None:
-            self._load_state(Path(self._checkpoint, STATE_FILE))
         logger.info("strategy=%s: %s", self._config.strategy, type(self.sync).__name__)
 
     def on_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
@@ -88,15 +77,22 @@ class Exchange(GradientExchange):
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Synchronizes the ranks' weights before they are read. Collective."""
-        if self.sync is not None and (control.should_save or control.should_evaluate or control.should_training_stop):
-            with self._manager.waits.counted():
-                self.sync.synchronize()
+        if control.should_save or control.should_evaluate or control.should_training_stop:
+            self.before_save()
 
-    on_epoch_end = on_step_end
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        """Synchronizes before weights are read; after the last epoch, before the best checkpoint is loaded."""
+        if control.should_save or control.should_evaluate or self.ends_training():
+            self.before_save()
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        assert self.sync is not None
-        self.sync.synchronize()
+        self.before_save()
+
+    def before_save(self) -> None:
+        """Makes the weights of all ranks equal. Collective."""
+        if self.sync is not None:
+            with self._manager.waits.counted():
+                self.sync.synchronize()
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -122,18 +118,15 @@ class Exchange(GradientExchange):
         if state:
             torch.save(state, folder / STATE_FILE)
 
-    def _load_state(self, file: Path) -> None:
+    def load_state(self, folder: Path) -> None:
+        """Reads the state that `save_state` has written; warns if there is none."""
         assert self.sync is not None
+        file = folder / STATE_FILE
         self._manager.check_same({STATE_FILE: file.is_file()})
         if file.is_file():
             self.sync.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         elif self.sync.state_dict():
             logger.warning("%s is missing: strategy=%s begins with a new state", file, self._config.strategy)
-
-    def _load_optimizer(self, original: Callable[..., Any], checkpoint: str | None) -> Any:
-        """Overrides `Trainer._load_optimizer_and_scheduler`."""
-        self._checkpoint = checkpoint
-        return original(checkpoint)
 
     def _prepare_alone(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Overrides `Accelerator.prepare_model`: does not wrap the model in DDP."""
@@ -146,13 +139,6 @@ class Exchange(GradientExchange):
             )
         placement = args[0] if args else kwargs.get("device_placement")
         return original(model, placement, evaluation_mode=True)
-
-    def _synchronize_before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Trainer._save_checkpoint` and `_load_best_model`, which every rank calls."""
-        if self.sync is not None:
-            with self._manager.waits.counted():
-                self.sync.synchronize()
-        return original(*args, **kwargs)
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Overrides `Trainer.training_step`: synchronizes gradients after the last backward pass of a step."""

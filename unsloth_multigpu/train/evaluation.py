@@ -161,7 +161,10 @@ class EqualEvaluations(Part):
         self._has_warned = False
 
     def overrides(self) -> dict[str, Override]:
-        return {"evaluation_loop": self._evaluation_loop, "call_event": self._call_event}
+        found: dict[str, Override] = {"call_event": self._call_event}
+        if self._buffers():
+            found["evaluation_loop"] = self._evaluation_loop
+        return found
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._at_begin = _hashes(self._buffers())

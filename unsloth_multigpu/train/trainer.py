@@ -95,8 +95,10 @@ class DDPTrainer:
         if not session.tool.is_comparison:  # A comparison saves nothing, and resumes only if the script asks for it.
             if trained is not None and manager.identity.rank == 0:
                 self.parts.append(LogFigures(trainer, self.meter, session.context.run_dir))
-            self._resume = Resume(trainer, manager, self.steps, self.arguments, training, session.context)
-            checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange, self._resume, session.beat)
+            self._resume = Resume(
+                trainer, manager, self.steps, self.arguments, training, session.context, self.exchange
+            )
+            checkpoints = Checkpoints(trainer, manager, self.steps, self._resume, session.beat)
             checkpoints.is_evaluation_due = lambda: preemption.cuts_off_evaluation
             self.parts += [self._resume, checkpoints]
 
@@ -195,9 +197,9 @@ class DDPTrainer:
         check_options(self.config, engine)
         self.steps.passes.is_lockstep = self.meter.is_sharded = True
         self.steps.is_placed_later = engine is Engine.ACCELERATE
-        if self._resume is not None:
-            self._resume.is_sharded = True
         sharding = Sharding(self.trainer, self.manager, engine, self.steps)
+        if self._resume is not None:
+            self._resume.is_sharded, self._resume.exchange = True, sharding
         self.parts = [sharding if part is self.exchange else part for part in self.parts]
         self.exchange = sharding
 

@@ -1,7 +1,7 @@
 """Trains two steps for each set of options, and writes what of ours stood where on the Trainer meanwhile.
 
 Usage: onion.py RANKS OUT_FILE OPTIONS...
-OPTIONS are JSON objects for enable_multi_gpu(); more than one only where a single process trains.
+OPTIONS are JSON objects for enable_multi_gpu().
 """
 
 import json

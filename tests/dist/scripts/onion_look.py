@@ -36,6 +36,7 @@ def train(folder):
             save_steps=1,
             eval_strategy="steps",
             eval_steps=1,
+            load_best_model_at_end=True,
             report_to=[],
             disable_tqdm=True,
         ),
