@@ -17,7 +17,7 @@ from unsloth_multigpu.program import Program, find_shell, find_worker_program
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.strategy import Strategy
-from unsloth_multigpu.tool import Tool, tool_of
+from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, is_helper, read_identity
 
@@ -116,6 +116,28 @@ def enable_multi_gpu(
             raise
         # Leave out the frames below this call: they do not help users.
         raise error.with_traceback(None) from error.__cause__
+
+
+def tool_of(context: RunContext) -> Tool:
+    """Returns the tool of the run, or a `Tool` that does nothing."""
+    if context.tool is None:
+        return Tool()
+    name, values = context.tool.name, context.tool.values
+    if name == "verify":
+        from unsloth_multigpu.recorders.verify_recorder import Verify
+
+        return Verify(**values)
+    if name == "forecast":
+        from unsloth_multigpu.recorders.forecast_recorder import Forecast
+
+        return Forecast(**values)
+    if name == "chaos":
+        from unsloth_multigpu.recorders.inject import Chaos
+
+        return Chaos(**values)
+    from unsloth_multigpu.shard.script_probe import Probe
+
+    return Probe(**values)
 
 
 def _enable(given: dict[str, Any], *, replay: bool) -> None:

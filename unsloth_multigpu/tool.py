@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from unsloth_multigpu.part import ArgumentsLike, Part, TrainerLike
-from unsloth_multigpu.wire.context import RunContext
 
 # The default output_dir of TrainingArguments.
 DEFAULT_OUTPUT = "trainer_output"
@@ -15,7 +13,7 @@ DEFAULT_OUTPUT = "trainer_output"
 class Tool:
     """Takes part in every process of a run. The base class does nothing.
 
-    The run's context names it (`RunContext.tool`); the package imports no tool.
+    The run's context names it (`RunContext.tool`); `plugin.tool_of` creates it.
 
     Attributes:
         is_comparison: The run is compared with one process. Ranks end after their first training and save nothing,
@@ -46,13 +44,3 @@ class Tool:
 
     def end_training(self) -> None:
         """Called after a successful training, before the script continues."""
-
-
-def tool_of(context: RunContext) -> Tool:
-    """Returns the tool of the run, or a `Tool` that does nothing."""
-    if context.tool is None:
-        return Tool()
-    # Imported by its name, "module:attribute", so that each folder of tools/ can be deleted by itself.
-    module, _, attribute = context.tool.name.partition(":")
-    tool: Tool = getattr(importlib.import_module(module), attribute)(**context.tool.values)
-    return tool

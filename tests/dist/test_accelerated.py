@@ -74,7 +74,7 @@ for options in ({"global_batch": "scale"}, {"inexact": "raise"}):
 
 def train(folder, num_ranks, loops):
     out = folder / f"{num_ranks}.json"
-    launch = ["-m", "unsloth_multigpu.cli.main", "run", "--num-gpus", str(num_ranks)] if num_ranks > 1 else []
+    launch = ["-m", "unsloth_multigpu", "run", "--num-gpus", str(num_ranks)] if num_ranks > 1 else []
     run = run_well([*launch, SCRIPT, out, *loops], folder, PLAIN)
     return json.loads(out.read_text()), run.err
 

@@ -14,7 +14,7 @@ LIBRARIES = light("rich", "triton")
 def bench(folder, *options, **env):
     """Of a tiny model: what its output says, and what it said meanwhile."""
     quick = ["--repeats", "1", "--steps", "2", "--lengths", "lognormal:20:80", "--batch-size", "4", "--json"]
-    command = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", "cpu", "--model-size", "tiny"]
+    command = ["-m", "unsloth_multigpu", "bench", "--device", "cpu", "--model-size", "tiny"]
     run = run_well([*command, *quick, *options], folder, env)
     return json.loads(run.out), run.err
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.run import BARE, orphans, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "chaos_train.py"
-CHAOS = ["-m", "unsloth_multigpu.cli.main", "chaos"]
+CHAOS = ["-m", "unsloth_multigpu", "chaos"]
 
 # A user's folder: the script reads below it, and an earlier training has left its checkpoints and logs there.
 MINE = {

@@ -26,7 +26,7 @@ def test_command_of_trl_trains_as_one_process(tmp_path: Path) -> None:
     for num_gpus in ("1", "2"):
         out = tmp_path / num_gpus
         own = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(out)]
-        command = ["-m", "unsloth_multigpu.cli.main", "run", "--num-gpus", num_gpus, "trl", "sft"]
+        command = ["-m", "unsloth_multigpu", "run", "--num-gpus", num_gpus, "trl", "sft"]
         run = run_well([*command, *own, *FIXED.split(), *SIZES.split()], tmp_path, HIDDEN)
         (state,) = out.glob("checkpoint-2/trainer_state.json")
         norms = [row["grad_norm"] for row in json.loads(state.read_text())["log_history"] if "grad_norm" in row]

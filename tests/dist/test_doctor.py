@@ -13,7 +13,7 @@ from tests.helpers.run import finish, hide, orphans, run_python, start, wait_unt
 from unsloth_multigpu.tools.probe import run_probe
 from unsloth_multigpu.versions import SUPPORTED
 
-DOCTOR = ["-m", "unsloth_multigpu.cli.main", "doctor"]
+DOCTOR = ["-m", "unsloth_multigpu", "doctor"]
 # Read by every Python that starts with this folder in PYTHONPATH.
 FAULT = """
 import os, time

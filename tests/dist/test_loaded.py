@@ -33,7 +33,7 @@ if os.environ["RANK"] == "0":
 MOST_MODULES, MOST_LINES = 85, 14_000
 NOT_ASKED_FOR = {"notebook", "shard", "plain"}
 # Nothing imports them: the package trains without them.
-OUTSIDE = ("tools", "strategies", "legacy", "federated")
+OUTSIDE = ("tools", "recorders", "strategies", "legacy", "federated")
 
 
 def test_a_rank_of_a_plain_training_loads_what_it_runs(tmp_path: Path) -> None:

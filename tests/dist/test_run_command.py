@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.outcome import each, facts_of
 from tests.helpers.run import BARE, run_python, run_well
 
-RUN = ["-m", "unsloth_multigpu.cli.main", "run"]
+RUN = ["-m", "unsloth_multigpu", "run"]
 ARGUMENTS = ["--num-gpus", "7", "-h", "--", "a b", "$HOME", ""]
 
 # What a program can see of the way in which it was started. It draws on a spawned worker, which imports it again.

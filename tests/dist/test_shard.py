@@ -13,7 +13,7 @@ from tests.helpers.injector import faults_in, records
 from tests.helpers.need import UNSLOTH
 from tests.helpers.run import ROOT, light, light_with_bits, run_python, run_well
 from unsloth_multigpu.errors import DistributedError, SetupError
-from unsloth_multigpu.tools.chaos.fault import Fault
+from unsloth_multigpu.recorders.fault import Fault
 
 SCRIPT = Path(__file__).parent / "scripts" / "shard.py"
 pytestmark = pytest.mark.slow
@@ -283,7 +283,7 @@ def test_offloaded_parts_train_as_those_on_the_device(folder, sharded):
 @pytest.mark.thorough
 def test_verify_compares_sharded_ranks_with_one_process(tmp_path):
     (tmp_path / "receipt.py").write_text(TINY)
-    command = ["-m", "unsloth_multigpu.cli.main", "verify", "--steps", "2", "--num-gpus", "2", "receipt.py", ROOT]
+    command = ["-m", "unsloth_multigpu", "verify", "--steps", "2", "--num-gpus", "2", "receipt.py", ROOT]
     run = run_well(command, tmp_path, {**LIGHT, "UNSLOTH_MULTIGPU_SHARD": "on"})
     assert "One process and 2 ranks agree over 2 steps" in run.out
     assert "s as one process, " in run.out

@@ -133,7 +133,7 @@ def test_stuck_and_stopped_runs_are_ended(tmp_path):
     assert "The end of its output:\n" in run.err
     # By SIGTERM, which the whole run must hear of.
     (tmp_path / "train.py").write_text("import time\nopen('here', 'w').close()\ntime.sleep(600)\n")
-    command = ["-m", "unsloth_multigpu.cli.main", "verify", "train.py"]
+    command = ["-m", "unsloth_multigpu", "verify", "train.py"]
     process = start(command, tmp_path, {"TMPDIR": str(tmp_path / "scratch")})
     wait_until((tmp_path / "here").exists, 60, "the script")
     process.send_signal(signal.SIGTERM)

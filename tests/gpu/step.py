@@ -71,7 +71,7 @@ def steps_of(device: str, *, is_tiny: bool) -> tuple[Step, ...]:
         device: "cuda"; "cpu" in a rehearsal.
         is_tiny: Sizes with which everything ends within minutes on two cores, and shows nothing but that it runs.
     """
-    doctor = ("-m", "unsloth_multigpu.cli.main", "doctor", "--json", "--timeout-s", "160" if is_tiny else "70")
+    doctor = ("-m", "unsloth_multigpu", "doctor", "--json", "--timeout-s", "160" if is_tiny else "70")
     tools = (*PYTEST, "tests/gpu/test_device_tools.py")
     steps = (
         _fact("device", 1, "a supervised rank: its group of one, its allocator", 80, 1),
@@ -166,7 +166,7 @@ def _bench(device: str, is_tiny: bool, name: str, arguments: str, limit_s: int) 
     # A run that hangs is to be ended by the benchmark, which says more than the limit of the step.
     last = "--warmup {} --steps {} --repeats {}".format(*counts) + f" --timeout-s {limit_s - 20} --json"
     words = f"bench --device {device} {size} {train} {arguments} {last}".split()
-    return ("-m", "unsloth_multigpu.cli.main", *words)
+    return ("-m", "unsloth_multigpu", *words)
 
 
 def short_result(outcome: Result) -> Result:

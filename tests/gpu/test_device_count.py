@@ -56,7 +56,7 @@ def test_count_is_within_a_tenth_of_the_peak(kind: str, folder: Path) -> None:
         **light_with_bits("datasets", "rich", "triton"),
         "UNSLOTH_MULTIGPU_CHECK_FIRST_STEP": "off",
     }
-    plan = run_well(["-m", "unsloth_multigpu.cli.main", "plan", "--json", "--gpus", "2", *command], folder, variables)
+    plan = run_well(["-m", "unsloth_multigpu", "plan", "--json", "--gpus", "2", *command], folder, variables)
     found = json.loads(plan.out)
     assert ([device["total_bytes"] for device in found["devices"]], found["device_bytes"]) == (sizes, min(sizes))
     rows = {row["mode"]: row["total"] - sum(row["overhead"].values()) for row in found["forecasts"]}

@@ -16,8 +16,8 @@ from tests.helpers.injector import faults_in
 from tests.helpers.outcome import largest_difference
 from tests.helpers.run import PLAIN, light_with_bits, run_python, run_well
 from tests.helpers.tiny import build_tiny
+from unsloth_multigpu.recorders.fault import Fault
 from unsloth_multigpu.shard.memory import CONTEXT_BYTES, NCCL_BYTES, RESERVE
-from unsloth_multigpu.tools.chaos.fault import Fault
 
 COUNTED = Path(__file__).with_name("counted.py")
 PEAKS = Path(__file__).with_name("peaks.py")

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from tests.gpu.card import IS_FAKE, IS_REHEARSAL, NUM_CARDS, of_ranks
 from tests.helpers.fake_cuda import cards, needs_device, reports
 from tests.helpers.run import BARE, LIGHT, PLAIN, ROOT, finish, light, orphans, run_python, run_well, start, wait_until
-from unsloth_multigpu.cli.main import main
+from unsloth_multigpu.__main__ import main
 from unsloth_multigpu.wire.run import find_runs
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
-COMMAND = ("-m", "unsloth_multigpu.cli.main")
+COMMAND = ("-m", "unsloth_multigpu")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 pytestmark = [
     pytest.mark.skipif(NUM_CARDS < 2, reason=f"needs 2 GPUs, {NUM_CARDS} visible"),

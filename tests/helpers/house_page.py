@@ -36,7 +36,7 @@ KINDS = (
     (set(RUNTIME), "runtime", "what lies lower", "yes, unless pure"),
     ({EDGES}, "edges", "contracts and pure modules; the runtime inside functions; never each other", "no"),
     (set(FRONT), "front", "contracts and pure modules; the rest inside functions", "no"),
-    (set(OUTSIDE), "outside", "everything; nothing imports it, it is found by name", "yes"),
+    (set(OUTSIDE), "outside", "everything that lies lower", "yes"),
     ({FACE}, "face", "nothing until a name is asked for", "no"),
 )
 

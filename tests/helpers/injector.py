@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unsloth_multigpu.tools.chaos.fault import Fault, chaos_variables, read_records
+from unsloth_multigpu.recorders.fault import Fault, chaos_variables, read_records
 
 
 def fail_at(kind: str, rank: int, step: int, *, folder: Path, **details) -> dict[str, str]:
     """Environment of a run in which `rank` meets a fault in optimizer step `step`, counted from 1.
 
     Args:
-        kind: A key of `unsloth_multigpu.tools.chaos.fault.KINDS`.
+        kind: A key of `unsloth_multigpu.recorders.fault.KINDS`.
         folder: Where the ranks leave what `records` reads; it is there already.
         details: Other fields of `Fault`, such as `attempt=1` or `phase="save"`.
     """

@@ -102,7 +102,7 @@ def run_command(*arguments: object, folder: Path, env: Mapping[str, str]) -> Fin
     """`unsloth-multigpu arguments...` in a folder, with temporary files in its `scratch`. It leaves nothing behind."""
     scratch = folder / "scratch"
     scratch.mkdir()
-    command = ["-m", "unsloth_multigpu.cli.main", *map(str, arguments)]
+    command = ["-m", "unsloth_multigpu", *map(str, arguments)]
     run = run_python(command, folder, {**env, "TMPDIR": str(scratch)})
     assert [path.name for path in scratch.glob("unsloth_multigpu*")] == [], run.err
     assert orphans(str(folder)) == []

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.run import orphans
+from unsloth_multigpu import __main__ as main
 from unsloth_multigpu import start
-from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.tools.bench import bench_command as bench
 from unsloth_multigpu.tools.bench.arm import ARMS, Arm, BenchOptions, arm_environment

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.helpers.options import another_value
+from unsloth_multigpu import __main__ as main
 from unsloth_multigpu import start, versions
 from unsloth_multigpu.accelerator import HIDDEN
-from unsloth_multigpu.cli import main
 from unsloth_multigpu.cli import script_runner as script
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options, variable
@@ -177,7 +177,7 @@ def test_verify_shows_one_process_one_device_and_none_on_the_cpu(monkeypatch, de
 
 SMALL = """
 import contextlib, sys
-from unsloth_multigpu.cli.main import main
+from unsloth_multigpu.__main__ import main
 for line in ("--version", "run -h", "verify -h", "doctor -h"):
     with contextlib.suppress(SystemExit):
         main(line.split())
@@ -309,9 +309,9 @@ def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, monkeypatch, cod
 
 def test_closed_pipe_is_no_error():
     code = (
-        "import dataclasses, sys; from unsloth_multigpu.cli import main; from unsloth_multigpu.tools.top import "
-        "top_command as top; top.COMMAND = dataclasses.replace(top.COMMAND, run=lambda *_: print('rank ' * 99999)); "
-        "sys.exit(main.main(['top']))"
+        "import dataclasses, sys; from unsloth_multigpu.__main__ import COMMANDS, main; "
+        "COMMANDS['top'] = dataclasses.replace(COMMANDS['top'], run=lambda *_: print('rank ' * 99999)); "
+        "sys.exit(main(['top']))"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

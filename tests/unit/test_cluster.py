@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.helpers.run import ROOT
-from unsloth_multigpu.cli.main import split_program
+from unsloth_multigpu.__main__ import split_program
 from unsloth_multigpu.errors import ConfigError, LaunchError
 from unsloth_multigpu.launch import nodes
 from unsloth_multigpu.launch.nodes import address_towards, await_name

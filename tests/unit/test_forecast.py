@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from unsloth_multigpu.deal.plan import CostModel
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.tools.forecast.estimate import BACKWARD, NVLINK, PCIE, Workload, advise, estimate, parse_link
-from unsloth_multigpu.tools.forecast.forecast_recorder import Forecast, _refuse_unsupported
+from unsloth_multigpu.recorders.forecast_recorder import BACKWARD, Forecast, _refuse_unsupported
+from unsloth_multigpu.tools.forecast.estimate import NVLINK, PCIE, Workload, advise, estimate, parse_link
 
 GIB = 2**30
 

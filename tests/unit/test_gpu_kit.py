@@ -10,7 +10,7 @@ import pytest
 
 from tests.gpu import kit
 from tests.gpu.step import FACTS, FP32_BOUND, PART_LIMIT_S, PARTS, TESTS, Step, judge_arms, place_ranks, steps_of
-from unsloth_multigpu.cli import main
+from unsloth_multigpu import __main__ as main
 from unsloth_multigpu.tools.bench.arm import BenchOptions
 
 STEPS = steps_of("cuda", is_tiny=False)
@@ -69,7 +69,7 @@ def test_ranks_share_a_card_over_what_can(num_cards, nccl, backend, num_used, no
 def test_benchmarks_of_the_table_have_options_that_exist(is_tiny):
     benches = [step for step in steps_of("cuda", is_tiny=is_tiny) if "bench" in step.command]
     for step in benches:
-        arguments = main.make_parser(main.find_commands()).parse_args(list(step.command[2:]))
+        arguments = main.make_parser().parse_args(list(step.command[2:]))
         options = BenchOptions.read(arguments)
         assert (options.model_shape[0] == 64) == is_tiny
         assert options.timeout_s < step.limit_s

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unsloth_multigpu.cli import main
+from unsloth_multigpu import __main__ as main
 
 FROZEN = Path(__file__).parent / "help.txt"
 COMMANDS = ("top", "verify", "plan", "forecast", "doctor", "bench", "chaos")

@@ -55,6 +55,7 @@ LAYERS = {
     "shard": 6,
     "strategies": 6,
     "train": 7,
+    "recorders": 7,
     "hooks": 8,
     "legacy": 8,
     "start": 9,
@@ -66,9 +67,10 @@ LAYERS = {
     "cli": 12,
     "federated": 13,
     "tools": 14,
-    "__init__": 15,
+    "__main__": 15,
+    "__init__": 16,
 }
-DATA, PURE, RUNTIME, EDGES, FRONT, OUTSIDE, FACE = 0, range(1, 3), range(3, 8), 8, range(9, 13), range(13, 15), 15
+DATA, PURE, RUNTIME, EDGES, FRONT, OUTSIDE, FACE = 0, range(1, 3), range(3, 8), 8, range(9, 13), range(13, 16), 16
 # By its docstring a module of the runtime says that it needs no torch, so that all above may import it: "Pure.", "A
 # pure decision", "Needs no torch."
 PURE_WORDS = re.compile(r"\bpure\b|\bno torch\b", re.IGNORECASE)
@@ -202,7 +204,7 @@ def third_party_is_allowed(root: str, layer: int, marks: set[str], where: str) -
 
 
 def tool_violations(source: str, module: str) -> list[str]:
-    """What names another tool than its own: each folder of tools/ can be deleted by itself."""
+    """What names another tool than its own; the command names all."""
     own = module.split(".")[1] if module.startswith("tools.") else None
     tree = ast.parse(source)
     named = [(name, line) for name, _, line in imports(tree, module)]
@@ -214,6 +216,7 @@ def tool_violations(source: str, module: str) -> list[str]:
         f"{module}:{line}: names the tool {parts[2]}"
         for parts, line in found
         if parts[:2] == ["unsloth_multigpu", "tools"] and parts[2:3] != [own] and "".join(parts[2:3]) in TOOLS
+        if module != "__main__"
     ]
 
 
@@ -298,7 +301,7 @@ LONG = "x = 1\n" * MAX_MODULE_LINES
         (layer_violations, "notebook.kernel", "from unsloth_multigpu.notebook.recovery import Trainings"),
         (layer_violations, "plugin", "import importlib\nx = importlib.import_module('datasets')"),
         (layer_violations, "plugin", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
-        (layer_violations, "cli.main", "def f():\n    from unsloth_multigpu.tools.doctor import COMMAND"),
+        (layer_violations, "cli.command", "def f():\n    from unsloth_multigpu.tools.doctor import COMMAND"),
         (layer_violations, "__init__", "from .plugin import enable_multi_gpu"),
         (run_violations, "launch.rank", "x = os.environ[ENV_RUN_DIR]"),
         (style_violations, "plugin", "x = '\U0001f680'"),
@@ -308,7 +311,7 @@ LONG = "x = 1\n" * MAX_MODULE_LINES
         (style_violations, "plugin", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
         (tool_violations, "tools.script_program", "def f():\n    from unsloth_multigpu.tools import verify"),
         (tool_violations, "tools.forecast.forecast_command", "from ..verify.run import run_script"),
-        (tool_violations, "launch.rank", "ToolRequest('unsloth_multigpu.tools.verify.verify_recorder:Verify')"),
+        (tool_violations, "launch.rank", "run('unsloth_multigpu.tools.bench.bench_worker')"),
         (accelerator_violations, "launch.rank", "for kind in ('cuda', 'xpu'): f(kind)"),
         (accelerator_violations, "launch.rank", "backend = 'nccl' if device == 'cuda' else other"),
         (accelerator_violations, "launch.rank", "os.environ['CUDA_VISIBLE_DEVICES'] = ''"),
@@ -330,7 +333,7 @@ def test_check_catches_a_planted_violation(
             "hooks.saving",
             "if TYPE_CHECKING:\n    from unsloth_multigpu.group.manager import DDPManager",
         ),
-        (layer_violations, "cli.main", "def f():\n    from unsloth_multigpu import plugin"),
+        (layer_violations, "cli.command", "def f():\n    from unsloth_multigpu import plugin"),
         (layer_violations, "plugin", "from unsloth_multigpu.session import Session"),
         (layer_violations, "launch.a_file_of_tomorrow", "import torch"),
         (layer_violations, "tools.bench.arm", "from unsloth_multigpu.federated.server import FederatedServer"),

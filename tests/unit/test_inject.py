@@ -11,13 +11,14 @@ import torch
 from tests.helpers.injector import fail_at, faults_in, records
 from tests.helpers.run import wait_until
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.cli.main import main
+from unsloth_multigpu.__main__ import main
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.tool import Tool, tool_of
+from unsloth_multigpu.plugin import tool_of
+from unsloth_multigpu.recorders.fault import KINDS, Fault, all_faults, chaos_variables, limit_s, parse_fault
+from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.tools.chaos import chaos_command
 from unsloth_multigpu.tools.chaos.chaos_command import Options, run_script
-from unsloth_multigpu.tools.chaos.fault import KINDS, Fault, all_faults, chaos_variables, limit_s, parse_fault
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.process import is_alive

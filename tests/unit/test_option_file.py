@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.helpers.refused import refused
-from unsloth_multigpu.cli import main
+from unsloth_multigpu import __main__ as main
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import ENV_CONFIG, ENV_PREFIX, MultiGPUConfig, variable
 from unsloth_multigpu.strategy import DiLoCo

@@ -17,7 +17,7 @@ import pytest
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu import overview
-from unsloth_multigpu.cli.main import main
+from unsloth_multigpu.__main__ import main
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.notebook import display
 from unsloth_multigpu.notebook.display import Panel

@@ -17,12 +17,12 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.hooks.trainer_patches import TrainerHooks, followed_train_patch
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
+from unsloth_multigpu.plugin import tool_of
+from unsloth_multigpu.recorders import verify_recorder as recorder
+from unsloth_multigpu.recorders.fingerprint import fingerprints
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.step.comparison import FINE, sketch_of
-from unsloth_multigpu.tool import tool_of
-from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.tools.verify import receipt
-from unsloth_multigpu.tools.verify import verify_recorder as recorder
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext, ToolRequest
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
@@ -213,7 +213,7 @@ def trainer(tmp_path):
 def record(trainer, folder, **options):
     folder.mkdir()
     values = {"folder": str(folder), "num_steps": 2, "num_gpus": 1, **options}
-    request = ToolRequest("unsloth_multigpu.tools.verify.verify_recorder:Verify", values)
+    request = ToolRequest("verify", values)
     tool = tool_of(RunContext.read(request.variables()))
     recorder = tool.part(trainer, SimpleNamespace(identity=SINGLE_PROCESS, config=MultiGPUConfig()), None)
     with Loop(trainer, [recorder]).steering():

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.refused import refused
 from tests.helpers.run import ROOT, run_well
-from unsloth_multigpu.cli.main import find_program
+from unsloth_multigpu.__main__ import find_program
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.start import relaunch_command
 

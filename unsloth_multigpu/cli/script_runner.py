@@ -15,7 +15,6 @@ from types import ModuleType
 
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.logs import tell
-from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.wire.context import RunContext
 
 
@@ -31,6 +30,8 @@ def main() -> None:
     from importlib.machinery import SourceFileLoader
 
     # Before sys.path is changed, which is used to find a module.
+    from unsloth_multigpu.plugin import enable_multi_gpu, is_multi_gpu_enabled, tool_of
+
     is_followed = tool_of(RunContext.read(os.environ)).is_comparison
     starts_itself = is_followed and calls_enable(sys.argv[1:])
     is_module = sys.argv[1] == "-m"
@@ -44,7 +45,6 @@ def main() -> None:
 
     from unsloth_multigpu.hooks.trainer_patches import followed_train_patch
     from unsloth_multigpu.patching import PatchRegistry
-    from unsloth_multigpu.plugin import enable_multi_gpu, is_multi_gpu_enabled
 
     if is_followed:
         # A call of enable_multi_gpu() in the source may not be reached: then `train()` raises.

@@ -94,7 +94,7 @@ def ask(
     with exit_on_signal(), private_dir() as folder:
         outcome, log = folder / "forecast.json", folder / "forecast.log"
         values = {"file": str(outcome), "question": dataclasses.asdict(question)}
-        request = ToolRequest("unsloth_multigpu.shard.script_probe:Probe", values)
+        request = ToolRequest("probe", values)
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
         code = run_to_end(command, variables, log, marker=str(folder), limit_s=limit_s)
         if code is None:

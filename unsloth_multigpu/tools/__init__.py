@@ -1,1 +1,1 @@
-"""The commands besides `run`. The rest of the package does not import them."""
+"""The commands besides `run`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from unsloth_multigpu.options import ENV_NOTEBOOK, ENV_RUN, ENV_RUN_DIR, ENV_TOOL
 
@@ -14,10 +15,10 @@ _OF_RUN = ("supervisor_pid", "log_dir", "run_id", "server_port", "shard")
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """The tool of a run, see `tool.Tool`: its class as "module:class", and the class's arguments as JSON values."""
+    """The tool of a run, see `tool.Tool`: its name in `plugin.tool_of`, and its arguments as JSON values."""
 
     name: str
-    values: Mapping[str, object]
+    values: Mapping[str, Any]
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables of this request."""

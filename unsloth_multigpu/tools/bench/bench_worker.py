@@ -25,8 +25,8 @@ import torch.distributed as dist
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Lap, moment
+from unsloth_multigpu.recorders.fingerprint import fingerprints
 from unsloth_multigpu.tools.bench.arm import ARMS, HEAD_SIZE, UNSLOTH, Arm, BenchOptions
-from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.wire.process import read_peak_bytes
 
 # transformers' BatchRebalanceSampler always uses this seed; so do the other arms, so that all see the same order.

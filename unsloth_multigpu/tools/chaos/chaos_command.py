@@ -24,7 +24,7 @@ from unsloth_multigpu.cli.script_runner import calls_enable
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.tools.chaos.fault import Fault, all_faults, chaos_variables, limit_s, parse_fault, read_records
+from unsloth_multigpu.recorders.fault import Fault, all_faults, chaos_variables, limit_s, parse_fault, read_records
 from unsloth_multigpu.tools.script_program import check_is_no_rank, command_of
 from unsloth_multigpu.wire.child import exit_on_signal, find_marked, kill_marked, wait_after_kill
 from unsloth_multigpu.wire.run import private_dir

@@ -17,9 +17,6 @@ from unsloth_multigpu.deal.deal import Balance, Plan, balance_step, check_enough
 from unsloth_multigpu.deal.plan import CostModel
 from unsloth_multigpu.errors import ConfigError
 
-# Fraction of a micro-batch's time that is its backward pass, which overlaps with the all-reduce: twice the work of the
-# forward pass, or as much with frozen weights (see `measure.attention_of`).
-BACKWARD, BACKWARD_FROZEN = 2 / 3, 1 / 2
 # DDP's bucket size. The last bucket is complete at the end of the backward pass.
 _BUCKET_BYTES = 25 * 2**20
 # Limit of planned samples. Steps with many samples differ little, so fewer of them are planned.

@@ -18,16 +18,18 @@ from unsloth_multigpu.group.model import num_bytes
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
+from unsloth_multigpu.recorders.first_steps import FirstSteps
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload
-from unsloth_multigpu.tools.script_program import FirstSteps
 from unsloth_multigpu.wire.heartbeat import Phase
 
 # First steps, which are not timed: libraries compile, and caches are empty.
 WARM_UP_STEPS = 2
 # Numbers of ranks whose micro-batches the one rank computes, in turn, to measure the sizes that the forecast needs.
 _TRIED = (1, 2, 4, 8, 16)
+# Fraction of a micro-batch's time that is its backward pass, which overlaps with the all-reduce: twice the work of the
+# forward pass, or as much with frozen weights (see `measure.attention_of`).
+BACKWARD, BACKWARD_FROZEN = 2 / 3, 1 / 2
 
 
 class Forecast(FirstSteps):
@@ -140,23 +142,23 @@ class Forecast(FirstSteps):
         trained = [p for p in trainer.model.parameters() if p.requires_grad]
         is_frozen = sum(p.numel() for p in trained) < sum(p.numel() for p in trainer.model.parameters()) / 2
         is_cpu = trainer.args.device.type == "cpu"
-        work = Workload(
-            cost=cost,
-            token_s=token_s,
-            update_s=sorted(max(0.0, step_s[k] - computed[k]) for k in step_s)[len(step_s) // 2],
-            loading_s=self._median_s(step_s, Phase.DATA, Phase.FILL),
-            callbacks_s=self._median_s(step_s, Phase.CALLBACKS),
-            steps=tuple(tuple(lengths) for lengths in self._lengths if len(lengths) == sum(sizes)),
-            sizes=sizes,
-            num_steps=int(trainer.state.max_steps),
-            regroup=self._steps.passes.reduction.is_token_normalized,
-            max_tokens=balancer.balance.max_tokens,
-            gradient_bytes=num_bytes(*trained),
-            hides=0.0 if is_cpu else BACKWARD_FROZEN if is_frozen else BACKWARD,
-        )
+        work = {
+            "cost": dataclasses.asdict(cost),
+            "token_s": token_s,
+            "update_s": sorted(max(0.0, step_s[k] - computed[k]) for k in step_s)[len(step_s) // 2],
+            "loading_s": self._median_s(step_s, Phase.DATA, Phase.FILL),
+            "callbacks_s": self._median_s(step_s, Phase.CALLBACKS),
+            "steps": [lengths for lengths in self._lengths if len(lengths) == sum(sizes)],
+            "sizes": sizes,
+            "num_steps": int(trainer.state.max_steps),
+            "regroup": self._steps.passes.reduction.is_token_normalized,
+            "max_tokens": balancer.balance.max_tokens,
+            "gradient_bytes": num_bytes(*trained),
+            "hides": 0.0 if is_cpu else BACKWARD_FROZEN if is_frozen else BACKWARD,
+        }
         off = sorted(abs(fitted[k] / (computed[k] or 1.0) - 1) for k in step_s)
         return {
-            "work": dataclasses.asdict(work),
+            "work": work,
             "misfit": off[len(off) // 2],
             "device": "CPU" if is_cpu else torch.get_device_module(trainer.args.device).get_device_name(),
             "trainer": type(trainer).__name__,

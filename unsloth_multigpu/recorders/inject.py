@@ -20,11 +20,11 @@ import torch
 
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
+from unsloth_multigpu.recorders.fault import ALL_RANKS, Fault, read_records
+from unsloth_multigpu.recorders.fingerprint import fingerprints, trained_weights
 from unsloth_multigpu.step.comparison import sketch_of
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
-from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, Fault, read_records
-from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
 from unsloth_multigpu.wire.process import send_signal
 
 # File size that the simulated full disk still accepts: less than any file of a checkpoint.

@@ -22,11 +22,16 @@ from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.option_type import Option, did_you_mean, flag
 from unsloth_multigpu.options import ENV_CONFIG, MultiGPUConfig, variable
+from unsloth_multigpu.tools.bench import bench_command
+from unsloth_multigpu.tools.chaos import chaos_command
+from unsloth_multigpu.tools.doctor import doctor_command
+from unsloth_multigpu.tools.forecast import forecast_command
+from unsloth_multigpu.tools.plan import plan_command
+from unsloth_multigpu.tools.top import top_command
+from unsloth_multigpu.tools.verify import verify_command
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.run import SCRIPT_MODULE
 
-# In the order of `--help`.
-_TOOLS = ("top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
 # Commands and modules that start processes and train in them.
 _LAUNCHERS = re.compile(r"accelerate(-launch)?|axolotl|deepspeed|llamafactory-cli|lmf|ray|swift|torchrun|tune")
 _LAUNCHER_MODULES = re.compile(
@@ -65,6 +70,9 @@ def run(own: RunOptions, given: Mapping[str, Any], program: Sequence[str]) -> No
 
 
 _RUN = Command("run", "run a script without enable_multi_gpu() on every GPU", RunOptions, run, runs_program=True)
+# In the order of `--help`.
+_TOOLS = (top_command, verify_command, plan_command, forecast_command, doctor_command, bench_command, chaos_command)
+COMMANDS: dict[str, Command] = {command.name: command for command in (_RUN, *(tool.COMMAND for tool in _TOOLS))}
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,23 +87,15 @@ class Parser(argparse.ArgumentParser):
         self.exit(error.exit_code, f"error: {error}\n")
 
 
-def find_commands() -> dict[str, Command]:
-    """Returns `run` and the commands of the installed tools, by name."""
-    folder = Path(__file__).parents[1] / "tools"
-    names = [name for name in _TOOLS if (folder / name).is_dir()]
-    tools = [importlib.import_module(f"unsloth_multigpu.tools.{name}.{name}_command").COMMAND for name in names]
-    return {command.name: command for command in (_RUN, *tools)}
-
-
-def make_parser(commands: Mapping[str, Command], *, shows_all: bool = False) -> Parser:
+def make_parser(*, shows_all: bool = False) -> Parser:
     """Creates the parser of the whole command line, with all options of a command in its help if `shows_all`."""
     parser = Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.")
     version = installed_version("unsloth-multigpu") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"unsloth-multigpu {version}")
     subparsers = parser.add_subparsers(
-        dest="command", required=True, metavar="{" + ",".join(commands) + "}", parser_class=Parser
+        dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}", parser_class=Parser
     )
-    for name, command in commands.items():
+    for name, command in COMMANDS.items():
         usage = usage_of(name) if command.runs_program else None
         own = subparsers.add_parser(name, help=command.help, description=command.description, usage=usage)
         command.add_options(own, shows_all=shows_all)
@@ -104,19 +104,18 @@ def make_parser(commands: Mapping[str, Command], *, shows_all: bool = False) -> 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
     """Runs one command line, None = `sys.argv[1:]`, and returns its exit code; `run` does not return."""
-    commands = find_commands()
     given = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser(commands, shows_all=HELP_ALL in given)
+    parser = make_parser(shows_all=HELP_ALL in given)
     if not given:
         parser.print_help()
         return 0
     own, program = split_program(given)
     try:
-        if given[0] not in commands and not given[0].startswith("-"):
-            meant = did_you_mean(given[0], {name: name for name in commands})
-            raise ConfigError(f"there is no command {given[0]!r}.", hint=f"{meant}Commands: {', '.join(commands)}.")
+        if given[0] not in COMMANDS and not given[0].startswith("-"):
+            meant = did_you_mean(given[0], {name: name for name in COMMANDS})
+            raise ConfigError(f"there is no command {given[0]!r}.", hint=f"{meant}Commands: {', '.join(COMMANDS)}.")
         parsed, unknown = parser.parse_known_args(own)
-        command = commands[parsed.command]
+        command = COMMANDS[parsed.command]
         if unknown:
             flags = {each: each for each in map(flag, command.table())}
             hint = did_you_mean(unknown[0].partition("=")[0], flags)
@@ -149,7 +148,7 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
     Not left to argparse, which removes `-h` and `--` from the script's arguments in some versions of Python.
     """
-    command = find_commands().get(arguments[0]) if arguments else None
+    command = COMMANDS.get(arguments[0]) if arguments else None
     if command is None or not command.runs_program:
         return list(arguments), []
     take_value = {flag(name) for name, option in command.table().items() if option.type is not bool}

@@ -98,7 +98,7 @@ def chaos_variables(folder: Path, faults: Sequence[Fault] = (), work: Path | Non
     `folder` is for `rank_N.jsonl` of each rank, `work` for the script's checkpoints and logs; None = the script's own.
     """
     values = {"folder": str(folder), "faults": list(map(asdict, faults)), "work": None if work is None else str(work)}
-    return ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", values).variables()
+    return ToolRequest("chaos", values).variables()
 
 
 def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:

@@ -20,10 +20,10 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import find_engine, has_shards, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike, generates_samples
+from unsloth_multigpu.recorders.fingerprint import fingerprints, trained_weights
+from unsloth_multigpu.recorders.first_steps import FirstSteps
 from unsloth_multigpu.step.comparison import FINE, rounding_bound, sketch_of
 from unsloth_multigpu.step.snapshot import WithoutDropout
-from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
-from unsloth_multigpu.tools.script_program import FirstSteps
 
 # A tensor with fewer changed elements, unless nearly all have changed, is left out: in bf16 weights a small learning
 # rate is lost by rounding in most elements, and chance decides in which. Measured: with 73 of 4096 changed elements
