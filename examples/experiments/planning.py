@@ -1,4 +1,4 @@
-"""What planning a step gains by the cost model, and what it takes: two figures of docs/benchmarks.md.
+"""What planning a step gains by the cost model, and what it takes (docs/benchmarks.md).
 
     python examples/experiments/planning.py
 
