@@ -109,7 +109,7 @@ class ResumeError(MultiGPUError, ValueError):
 
 
 class SaveError(MultiGPUError, OSError):
-    """A checkpoint was not saved, because another run saves to the same folder or files of it were removed."""
+    """A checkpoint was not saved, because another run is saving to the same folder."""
 
     exit_code = 81
 

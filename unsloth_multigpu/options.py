@@ -152,7 +152,7 @@ class MultiGPUConfig:
     shard_offload: Annotated[bool, Option(PLACE, RANKS, commands=_EVERY_COMMAND)] = False
     max_tokens_per_micro_batch: Annotated[
         int | None,
-        Option(DEALING, PLANNED, least=1, otherwise="what equal numbers of rows reach", commands=_RUN_AND_VERIFY),
+        Option(DEALING, PLANNED, least=1, otherwise='the largest with balance="off"', commands=_RUN_AND_VERIFY),
     ] = None
     max_restarts: Annotated[int, Option(FAILING, RANKS, commands=_RUN_AND_CHAOS)] = 0
     timeout_s: Annotated[float, Option(FAILING, least=0.001, shown="SECONDS")] = 1800.0

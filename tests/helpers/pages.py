@@ -27,15 +27,15 @@ _INTRODUCTION = """<!-- Generated: python -m tests.helpers.pages -->
 # Options
 
 Every option of a run is an argument of `enable_multi_gpu()`, a variable, and a line of a file ([below](#in-a-file)).
-Arguments override variables, variables the YAML file, the YAML file `pyproject.toml`, and that the defaults. Those with
-a flag are also options of `unsloth-multigpu run`, where they count as variables. An unknown argument, variable with our
-prefix or name in a file is an error, and so is an option that would have no effect. The last column says where an
-option applies if not everywhere; in front of a colon are the values that this concerns:
+The first of these that sets an option counts: argument, variable, YAML file, `pyproject.toml`. Options with a flag are
+also options of `unsloth-multigpu run`, and count as variables there. An unknown argument or variable with our prefix is
+an error, and so is an option without effect. The last column says where an option applies (empty: everywhere); if
+values stand before a colon, only these are limited:
 
 """
 _REPLAY = """
 `enable_multi_gpu(replay=True)` is an argument for [notebooks](notebook.md) only: if a model was loaded before the call,
-the workers run the earlier cells, too.
+the workers also run the earlier cells.
 """
 _FILES = """
 ## In a file
@@ -59,15 +59,14 @@ hang_timeout_s = 300
 resume = "auto"
 ```
 
-A name that is not an option, one that is given twice and an invalid value are errors that name file and line. `verify`
-and `chaos` read the same files.
+An unknown name, a name that is given twice and an invalid value are errors that name file and line. `verify` and
+`chaos` read the same files.
 """
 _STRATEGIES = """
 ## Strategies
 
-`strategy` is a strategy with options, `strategy=ump.DiLoCo(every_steps=8)`, or a name, `strategy="diloco"`, for its
-defaults. In a text, also in `UNSLOTH_MULTIGPU_STRATEGY` and `--strategy`, options follow a colon:
-`diloco:every_steps=8,outer_momentum=0`. [strategies.md](strategies.md) describes each.
+`strategy` is an object, `ump.DiLoCo(every_steps=8)`, or a text, `"diloco"` for the defaults or
+`"diloco:every_steps=8,outer_momentum=0"`. [strategies.md](strategies.md) describes each.
 """
 _COLUMNS = ("Argument, variable, flag", "Default", "Meaning", "Applies to")
 _STRATEGY_COLUMNS = ("Strategy", "Option", "Default", "Meaning")
