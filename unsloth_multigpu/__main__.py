@@ -45,19 +45,19 @@ _OF_LAUNCHER = ("--num_processes", "--accelerate_config")
 
 @dataclass(frozen=True)
 class RunOptions(Arguments):
-    """Runs a script as if its first line were enable_multi_gpu(). Each option is also the variable
-    UNSLOTH_MULTIGPU_<NAME>; docs/options.md describes each.
+    """Runs a script as if its first line were enable_multi_gpu(). Each option can also be set by the variable
+    UNSLOTH_MULTIGPU_<NAME>; docs/options.md describes them.
 
     Args:
-        config: YAML file with options, one `name: value` per line; also the variable UNSLOTH_MULTIGPU_CONFIG. Options
-            on the command line and variables override it.
+        config: YAML file with options, one `name: value` per line; can also be set by the variable
+            UNSLOTH_MULTIGPU_CONFIG. Options on the command line and variables override it.
     """
 
     config: Annotated[str | None, Option(shown="FILE")] = None
 
 
 def run(own: RunOptions, given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:
-    """Becomes `program`, with `enable_multi_gpu()` before its first line."""
+    """Replaces this process by `program`, which runs after a call of `enable_multi_gpu()`."""
     if own.config is not None:
         # The absolute path, because the script may change the working folder before enable_multi_gpu().
         os.environ[ENV_CONFIG] = os.path.abspath(own.config)
@@ -176,7 +176,7 @@ def find_program(program: Sequence[str], command: str) -> list[str]:
     command, for messages.
 
     Raises:
-        ConfigError: No program was given, it does not exist, or is a launcher of processes.
+        ConfigError: No program was given, it does not exist, or it is a launcher of processes.
     """
     usage = f"usage: {usage_of(command)}"
     if not program or (program[0] == "-m" and len(program) == 1):

@@ -135,6 +135,7 @@ def tool_of(context: RunContext) -> Tool:
         from unsloth_multigpu.recorders.inject import Chaos
 
         return Chaos(**values)
+    assert name == "probe", name
     from unsloth_multigpu.shard.script_probe import Probe
 
     return Probe(**values)
@@ -164,7 +165,7 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
 
 
 def _refuse_unsteered_training() -> None:
-    """In a helper process the call does nothing. If that process trains all the same, its `train()` is refused."""
+    """In a helper process the call does nothing. If that process trains anyway, its `train()` raises."""
     from unsloth_multigpu.hooks.trainer_patches import unsteered_train_patch
 
     def is_lone() -> bool:

@@ -1,4 +1,4 @@
-"""The interface of a tool: a command such as `verify` or `chaos` that takes part in every rank of the run it starts."""
+"""The interface of a tool: what a command such as `verify` does in each rank of a run that it has started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Tool:
 
     Attributes:
         is_comparison: The run is compared with one process. Ranks end after their first training and save nothing,
-            not even after a signal. Only the script may resume from a checkpoint. A single process is not steered.
+            not even after a signal. They resume only if the script asks for it. A single process is not steered.
         draws_alike: Random numbers that the script draws without a seed are equal in all runs with the tool.
         plans_one_process: A single process is steered as ranks are, and its steps are planned.
     """

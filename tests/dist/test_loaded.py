@@ -32,7 +32,7 @@ if os.environ["RANK"] == "0":
 # As measured, rounded up. More of either is a reason to look what is loaded for whom.
 MOST_MODULES, MOST_LINES = 85, 14_000
 NOT_ASKED_FOR = {"notebook", "shard", "plain"}
-# Nothing imports them: the package trains without them.
+# Imported inside functions or by commands only: a plain training needs none of them.
 OUTSIDE = ("tools", "recorders", "strategies", "legacy", "federated")
 
 

@@ -67,7 +67,7 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path):
     assert on_cpu.items() >= kept.items()
     assert variables("one_process", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4"
     assert variables("torchrun", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert variables("torchrun", device="cuda", is_card_shared=True)["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
+    assert variables("torchrun", device="cuda", is_gpu_shared=True)["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
 
 
 class Planted(Arm):
@@ -150,9 +150,9 @@ def test_wrong_value_is_named_at_once(arguments, message, capsys, monkeypatch):
         (("cuda", 1), "auto", ("cuda", True)),
         (("cuda", 3), "cuda", ("cuda", False)),
         (("cuda", 8), "cpu", ("cpu", False)),
-        (("cpu", 0), "cuda", "--device cuda: bench measures CUDA devices and CPUs, and this machine has 0 of cpu"),
+        (("cpu", 0), "cuda", "--device cuda: bench measures CUDA devices and CPUs, and torch sees no GPU"),
         (("cuda", 2), "auto", "--ranks 3, but 2 GPUs"),
-        (("xpu", 2), "auto", "this machine has 2 of xpu"),
+        (("xpu", 2), "auto", "torch sees 2 devices of kind xpu"),
     ],
 )
 def test_device_is_found_or_refused(visible, given, expected, monkeypatch):
@@ -163,7 +163,7 @@ def test_device_is_found_or_refused(visible, given, expected, monkeypatch):
             bench.on_device(asked)
         return
     options = bench.on_device(asked)
-    assert (options.device, options.is_card_shared) == expected
+    assert (options.device, options.is_gpu_shared) == expected
     # A card compiles in its first steps, and costs are fitted in them.
     assert options.warmup == (20 if options.device == "cuda" else 2)
     assert bench.on_device(replace(asked, warmup=3)).warmup == 3

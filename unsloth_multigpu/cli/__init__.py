@@ -1,1 +1,1 @@
-"""The command `unsloth-multigpu`."""
+"""What the commands of `unsloth-multigpu` share."""

@@ -60,7 +60,7 @@ class Screen:
         names, *lines = aligned([columns, *rows], num_left)
         self.line(names, "bold")
         for line, row in zip(lines, rows, strict=True):
-            # Rows that are marked in plain text, by "!" or capitals, are red.
+            # A row is red if its text is marked, too, by "!" or "OTHER".
             is_marked = any(cell.startswith("!") or cell == "OTHER" for cell in row)
             self.line(line, "bold red" if is_marked else None)
 

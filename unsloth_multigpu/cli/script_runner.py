@@ -1,6 +1,6 @@
 """Runs a script after `enable_multi_gpu()`: `python -m unsloth_multigpu.cli.script_runner train.py --args`.
 
-The process is then the supervisor or a rank. Also runs scripts of `unsloth-multigpu verify`, which may call it.
+The process is then the supervisor or a rank. Under a tool such as `verify`, a script that has the call makes it itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ def main() -> None:
     import runpy
     from importlib.machinery import SourceFileLoader
 
-    # Before sys.path is changed, which is used to find a module.
     from unsloth_multigpu.plugin import enable_multi_gpu, is_multi_gpu_enabled, tool_of
 
     is_followed = tool_of(RunContext.read(os.environ)).is_comparison
@@ -65,7 +64,7 @@ def main() -> None:
             loader = SourceFileLoader("__main__", path)
             vars(program).update(__file__=path, __loader__=loader)
             exec(loader.source_to_code(loader.get_data(path), path), vars(program))
-    except Exception as error:  # noqa: BLE001  # It ends the process.
+    except Exception as error:  # noqa: BLE001  # Any error of the script ends the process.
         # As the interpreter does, without the frames of this module.
         traceback = error.__traceback__ and error.__traceback__.tb_next
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)

@@ -16,9 +16,9 @@ from unsloth_multigpu.wire.digest import digest_hex
 def fingerprints(inputs: Any) -> Counter[str]:
     """Counts the samples of a micro-batch, the inputs of `Trainer.training_step`, by their hash.
 
-    Usually it is a mapping with `input_ids` of shape (rows, length), else the first tensor counts. Without
-    `attention_mask`, a row is split where its `position_ids` begin again (padding-free and packed batches). Other
-    `*input_ids` count only without `input_ids`: KTO adds one to a row that need not belong to it.
+    Usually they are a mapping with `input_ids` of shape (rows, length); without those, the first tensor is hashed.
+    Without `attention_mask`, a row is split where its `position_ids` begin again (padding-free and packed batches).
+    Other `*input_ids` are hashed only without `input_ids`: the text that KTO adds to a row need not belong to it.
     """
     if not isinstance(inputs, Mapping):  # Trainers that generate completions get rows of the data set.
         return Counter(_hash([repr(row).encode()]) for row in inputs)
@@ -59,7 +59,7 @@ def _parts(tokens: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
     parts = []
     for row, places in zip(tokens, positions, strict=True):
         starts = [start for start in (places == 0).nonzero().flatten().tolist() if start > 0]
-        # The part before the first 0 is the rest of a truncated sample, and counts, too.
+        # The part before the first 0 is the rest of a truncated sample, and is hashed, too.
         parts += [row[start:end] for start, end in pairwise([0, *starts, len(row)])]
     return parts
 

@@ -35,7 +35,7 @@ _TRACKERS = "transformers.integrations"
 
 
 class FirstSteps(Part, Tool):
-    """Base of the tools that record the first steps of a run: nothing is saved, and the last of them ends the run.
+    """Base of the tools that record the first steps of a run: nothing is saved, and the run ends after them.
 
     `name` is that of the command.
 
@@ -91,7 +91,7 @@ class FirstSteps(Part, Tool):
         return dataclasses.replace(config, **given, **changes)
 
     def adjust_arguments(self, args: ArgumentsLike) -> None:
-        args.push_to_hub = False  # The Trainer makes the repository before train().
+        args.push_to_hub = False  # The Trainer creates the repository before train().
         folder = Path(args.output_dir or DEFAULT_OUTPUT).absolute()
         self._new_folders += tuple(path for path in (folder, *folder.parents) if not path.exists())
 

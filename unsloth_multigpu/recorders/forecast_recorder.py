@@ -58,10 +58,10 @@ class Forecast(FirstSteps):
         """Returns itself. Raises SetupError if the training cannot be forecast."""
         _refuse_unsupported(trainer)
         self._beat = session.beat
-        # Step, indices of the rows in the step, and the time.
+        # Step, positions of the micro-batch's samples in the step, and its time.
         self._laps: list[tuple[int, Sequence[int], Lap]] = []
         self._ends: list[Any] = []
-        # Seconds of the main thread in each phase, at the end of each step.
+        # Seconds of the main thread in each phase since the start, at the end of each step.
         self._spent_s: list[dict[Phase, float]] = []
         self._lengths: list[list[int]] = []
         return super().part(trainer, session, steps)
@@ -97,7 +97,7 @@ class Forecast(FirstSteps):
         loader.steps.planner = self._planner
 
     def _planner(self, samples: Sequence[int], sizes: Sequence[int]) -> MakePlan:
-        """The planner of the one rank, which gets the micro-batches of several."""
+        """Returns the planner of a step, by which the one rank gets the micro-batches of several."""
         balancer = self._steps.balancer
         assert balancer.balance is not None
         lengths = [balancer.lengths[i] for i in samples]

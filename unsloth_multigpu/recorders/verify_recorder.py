@@ -87,7 +87,7 @@ class Verify(FirstSteps):
         # Sharded gradients need all ranks here.
         norms = torch.stack([whole_of(torch.linalg.vector_norm(g.detach().float())).to(device) for _, g in named])
         total = float(torch.linalg.vector_norm(norms))
-        # Without clipping some versions of transformers do not log the norm. With clipping, this is the clipped one.
+        # Some versions of transformers do not log the norm without clipping. With it, gradients are clipped here.
         if not self._trainer.args.max_grad_norm:
             self._figures[self._step() + 1]["grad_norm"] = total
         if total > 0 and torch.isfinite(norms).all():
@@ -123,7 +123,7 @@ class Verify(FirstSteps):
     def record(self) -> dict[str, Any]:
         self._note_updates()
         facts, shares = _facts(self._trainer, self._config), self._gradient_shares
-        # A smaller share of the gradient may be rounding, of which Adam still makes full steps.
+        # A smaller share of the gradient may be rounding, which Adam still turns into full steps.
         noise = 1e-6 if facts["rounding"] <= FINE else 1e-3
         reasons = [*find_reasons(self._trainer, self._config), *self._found()]
         return {
@@ -137,7 +137,7 @@ class Verify(FirstSteps):
         }
 
     def _found(self) -> Iterator[tuple[str, str, str]]:
-        """Yields reasons for differences that the comparison of the steps has found, as `find_reasons`."""
+        """Yields reasons for differences that the comparison of the steps has found; see `find_reasons`."""
         drawing = {name for figures in self._figures.values() for name in figures["compared"].get("draws", ())}
         for name in sorted(drawing if self._dropout else drawing - {_DROPOUT}):
             advice = "--no-dropout" if name == _DROPOUT else "turn off its randomness"
@@ -178,10 +178,10 @@ def _moved(update: torch.Tensor) -> bool:
 
 def _facts(trainer: TrainerLike, config: MultiGPUConfig) -> dict[str, Any]:
     device = trainer.args.device
-    on_card = device.type in KINDS
+    has_gpu = device.type in KINDS
     return {
         "world_size": int(trainer.args.world_size),
-        "device": getattr(torch, device.type).get_device_name(device) if on_card else f"cpu, {platform.machine()}",
+        "device": getattr(torch, device.type).get_device_name(device) if has_gpu else f"cpu, {platform.machine()}",
         "trainer": type(trainer).__name__,
         "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
         "rounding": rounding_bound(trainer),

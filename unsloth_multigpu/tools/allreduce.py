@@ -1,4 +1,4 @@
-"""Probe: ranks that are started as for a training all-reduce a tensor and check the sum."""
+"""Probe: starts ranks as for a training. They all-reduce a tensor and check the sum."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _measure_in_rank() -> None:
     from unsloth_multigpu.group.manager import DDPManager, local_device
     from unsloth_multigpu.launch.rank import enter_rank
 
-    # Without enable_multi_gpu(): an unsupported library is another row of the result, not a fault of the network.
+    # Without enable_multi_gpu(): an unsupported library is another row of the result, not a failure of the network.
     config, identity = MultiGPUConfig.resolve({}), read_identity(os.environ) or SINGLE_PROCESS
     enter_rank(identity, RunContext.read(os.environ))
     device = local_device(identity, config)
@@ -68,7 +68,7 @@ def _measure_in_rank() -> None:
     manager.open_group()
     num_elements = _CPU_ELEMENTS if device.type == "cpu" else _GPU_ELEMENTS
     mine = time_all_reduce(num_elements, device)
-    # By the store: the result must not use the collectives that are tested.
+    # Through the store, because the collectives are what is tested.
     manager.publish(f"doctor/{identity.rank}", json.dumps(mine))
     if identity.rank == 0:
         limit_s = manager.config.timeout_s
@@ -90,7 +90,7 @@ def _measure_in_rank() -> None:
 
 
 def with_several_ranks(config: MultiGPUConfig) -> MultiGPUConfig:
-    """Returns the options with two CPU ranks if they have no number of ranks, and no accelerator is visible."""
+    """Sets two CPU ranks if `num_gpus` is not set, and the run would use no accelerator."""
     from unsloth_multigpu.start import visible_accelerators
 
     if config.num_gpus is None and (config.device == "cpu" or visible_accelerators()[1] == 0):

@@ -1,4 +1,4 @@
-"""Runs a check in a child process: a crash, a hang or output there becomes one result here."""
+"""Runs a check in a child process, so that a crash or a hang becomes its result, and its output does not appear."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def run_probe(
 ) -> dict[str, Any]:
     """Runs `python -m <module> FILE`, whose main function is `leave_outcome`, and ends all of its processes.
 
-    `folder` has its outcome and output, and is its working folder, because libraries write caches. `environment` are
-    additional variables. Returns the outcome; after a failure `error`, `log` and perhaps `hint`.
+    `folder` is for its outcome and output. It is also its working folder, because libraries write caches there.
+    `environment` are additional variables. Returns the outcome; after a failure `error`, and `hint` or `log`.
     """
     file, log = folder / f"{module}.json", folder / f"{module}.log"
-    # As variables: in its working folder it does not find the files of options.
+    # As variables, because files of options are not found from its working folder.
     options = {variable(n): str(v) for n, v in MultiGPUConfig.resolve({}).plain_values().items() if v is not None}
     own = {**options, ENV_CONFIG: "", ENV_PROBE: str(file), **(environment or {})}
     command, variables = [sys.executable, "-m", module, str(file)], {**os.environ, **own}

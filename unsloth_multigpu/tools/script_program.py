@@ -42,7 +42,7 @@ def run_recorded(
 ) -> tuple[int | None, list[dict[str, Any]], str]:
     """Runs a command whose processes write `rank_N.json` to `folder`, and ends all of its processes.
 
-    They are identified by the folder's path, which must occur in `environment` only.
+    The processes are identified by the folder's path, which must occur in `environment` only.
 
     Returns the exit code, None = it took longer than `limit_s`; if it is 0 the records, rank 0 first; the end of the
     output.
@@ -110,7 +110,7 @@ def check_is_no_rank(name: str) -> None:
 
 
 def device_variables(device: str, num_gpus: int) -> dict[str, str]:
-    """Returns variables that hide all devices, or all but one from a single process, which would use DataParallel."""
+    """Returns variables that hide all devices, or all but one if a single process would use DataParallel."""
     from unsloth_multigpu.start import visible_accelerators
 
     if device == "cpu":

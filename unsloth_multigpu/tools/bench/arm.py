@@ -106,7 +106,7 @@ class BenchOptions(Arguments):
         timeout_s: Limit of one run.
         json: Print one JSON object with all figures.
         model_folder: Folder of the model that Unsloth loads, which the benchmark creates. None = not yet.
-        is_card_shared: All ranks use the one visible GPU, over gloo.
+        is_gpu_shared: All ranks use the one visible GPU, over gloo.
     """
 
     arms: Annotated[str, Option(_WHAT, check=_check_arms, shown="A,B")] = "one_process,ours,torchrun"
@@ -133,7 +133,7 @@ class BenchOptions(Arguments):
     timeout_s: Annotated[float, Option(_RUN, least=1, shown="SECONDS")] = 900.0
     json: Annotated[bool, Option(_RUN)] = False
     model_folder: Annotated[str | None, Option(commands=())] = None
-    is_card_shared: Annotated[bool, Option(commands=())] = False
+    is_gpu_shared: Annotated[bool, Option(commands=())] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -246,9 +246,9 @@ class Arm:
         """Returns the command, without the file of settings."""
         command = [sys.executable, "-m", WORKER]
         # Our launcher refuses more ranks than GPUs; ranks of torchrun may share one.
-        if self.has_one_process or (self.line is not None and not options.is_card_shared):
+        if self.has_one_process or (self.line is not None and not options.is_gpu_shared):
             return command
-        # With an address, because torch would resolve this machine's name, which not every network can.
+        # With an address, because torch would resolve this machine's name, which fails in some networks.
         address = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(options.ranks)]
         return [*command[:2], "torch.distributed.run", *address, *command[1:]]
 
@@ -324,7 +324,7 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
         if options.model_folder is not None:
             # Shared by all arms, so that code is compiled once.
             variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(options.model_folder).parent / "inductor"))
-    if options.is_card_shared:
+    if options.is_gpu_shared:
         # accelerate would give DDP the local rank as device, but there is only GPU 0.
         variables["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     return variables

@@ -58,8 +58,9 @@ def on_device(options: BenchOptions) -> BenchOptions:
     if options.device == "cpu" or (options.device == "auto" and not count):
         return dataclasses.replace(options, device="cpu", warmup=options.num_warmup)
     if kind != "cuda" or not count:
+        seen = f"{count} devices of kind {kind}" if count else "no GPU"
         raise SetupError(
-            f"--device {options.device}: bench measures CUDA devices and CPUs, and this machine has {count} of {kind}.",
+            f"--device {options.device}: bench measures CUDA devices and CPUs, and torch sees {seen}.",
             hint="Set --device cpu, or check the driver and the installed torch.",
         )
     if 1 < count < options.ranks:
@@ -69,7 +70,7 @@ def on_device(options: BenchOptions) -> BenchOptions:
         )
     warmup = NUM_WARMUP_ON_DEVICE if options.warmup is None else options.warmup
     is_shared = count == 1 and options.ranks > 1
-    return dataclasses.replace(options, device=kind, warmup=warmup, is_card_shared=is_shared)
+    return dataclasses.replace(options, device=kind, warmup=warmup, is_gpu_shared=is_shared)
 
 
 def run_rounds(options: BenchOptions, progress: Progress) -> tuple[dict[str, list[list[Record]]], LaunchError | None]:

@@ -29,7 +29,7 @@ Record = Mapping[str, Any]
 # runs[arm][round] = records of its ranks
 Runs = Mapping[str, Sequence[Sequence[Record]]]
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "accelerate", "peft", "datasets")
-_NOT_SHOWN = ("arms", "device", "json", "timeout_s", "model_folder", "is_card_shared")
+_NOT_SHOWN = ("arms", "device", "json", "timeout_s", "model_folder", "is_gpu_shared")
 _BAR_WIDTH = 60
 
 
@@ -54,7 +54,7 @@ class ArmResult:
 
     Args:
         tokens_per_s: Tokens without padding, of all ranks, per second.
-        times: For each other arm of `BASELINES`: tokens per second divided by those of that arm in the same round.
+        times: For each arm of `BASELINES` that ran: tokens per second divided by those of that arm in the same round.
         padding_share: Fraction of the computed tokens that is padding.
         waiting_share: Fraction of the ranks' time spent waiting for the slowest one; see `waiting_share`.
         cpu_s: CPU time of the slowest rank of each step, summed: the time of the run on an idle machine.
@@ -232,7 +232,7 @@ def conditions(options: BenchOptions, device: str) -> list[str]:
         f"CPU: {_cpu_name()}, {len(os.sched_getaffinity(0))} cores; 1 thread in every rank of every arm",
         f"versions: Python {platform.python_version()}, "
         + ", ".join(f"{name} {installed_version(name)}" for name in _LIBRARIES),
-        f"device: {device}{', shared by all ranks over gloo' if options.is_card_shared else ''}",
+        f"device: {device}{', shared by all ranks over gloo' if options.is_gpu_shared else ''}",
         f"options: {', '.join(f'{name}={value}' for name, value in given.items())}",
         f"samples: mean {sum(map(len, options.rows())) / options.num_rows:.0f} tokens, "
         f"{options.num_samples_per_step} in each step; scripts for one GPU accumulate "

@@ -1,15 +1,14 @@
 """The training script of every arm of a benchmark: a plain Trainer, in some arms after `enable_multi_gpu()`.
 
 With `--library unsloth`: FastLanguageModel and SFTTrainer, as Unsloth's users write it. `Meter` measures every arm:
-compute time and samples of each step of a rank. The compute time of a micro-batch ends when the first trainable
-parameter gets its gradient, the last of all. The time after that is waiting for other ranks. Nothing is read from a GPU
-before the end.
+compute time and samples of each step of a rank. The compute time of a micro-batch ends with the gradient of
+the first trainable parameter, which is the last one of a backward pass. After that a rank waits for the others. Nothing
+is read from a GPU before the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import json
 import os
@@ -46,7 +45,7 @@ def main(settings_file: str) -> None:
     if arm.line is not None:
         from unsloth_multigpu.plugin import enable_multi_gpu
 
-        # The comparison of the first step would count as samples of that step.
+        # `Meter` would also count the samples of the comparison.
         given = {"check_first_step": "off", **arm.line, "device": options.device}
         enable_multi_gpu(num_gpus=arm.num_devices(options), **given)
     rank = int(os.environ.get("RANK", "0"))
@@ -59,7 +58,7 @@ def main(settings_file: str) -> None:
 
 def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     if options.library == UNSLOTH:
-        importlib.import_module(UNSLOTH)  # First, as in users' scripts.
+        import unsloth  # noqa: F401  # First, as in users' scripts.
     from datasets import Dataset
     from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
@@ -136,7 +135,7 @@ def training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
         "gradient_checkpointing": options.gradient_checkpointing,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if options.gradient_checkpointing else None,
         "use_cpu": options.device == "cpu",
-        "ddp_backend": CPU_BACKEND if options.is_card_shared else None,
+        "ddp_backend": CPU_BACKEND if options.is_gpu_shared else None,
         "seed": options.seed,
         "data_seed": _ORDER_SEED,
         # Logging gathers the loss from all ranks: ranks that step independently would wait for each other.
@@ -242,11 +241,11 @@ def make_trainer(model: Any, tokenizer: Any, values: Mapping[str, Any], options:
     return trainer
 
 
-# Wall time and CPU time in seconds, micro-batches so far.
+# Wall time and CPU time in seconds, and the number of micro-batches so far.
 _Mark = tuple[float, float, int]
 
-# Inputs of a forward pass: `input_ids`, with `position_ids` for padding-free batches, else `attention_mask`. For each
-# row whether it is a sample, and not the filler of a rank without one.
+# Inputs of a forward pass: `input_ids`, with `position_ids` for padding-free batches, else `attention_mask`. Then for
+# each row whether it is a sample; False = the filler of a rank without samples.
 _Inputs = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 

@@ -73,7 +73,7 @@ class FaultRow:
         code: Exit code of the run with the fault.
         from_step: The finished step from which the training resumed; None if it was not restarted.
         new_step_s: Seconds from the fault, or from the second start of the command, to the first new step.
-        lost, repeated: Samples that are missing or repeated, compared with the run without faults.
+        lost, repeated: Numbers of samples that are missing or repeated, compared with the run without faults.
         difference: See `compare_weights`.
         reasons: Deviations from the expected result.
         note: Why the fault could not be injected.
@@ -193,7 +193,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     named = None if own.faults == "all" else [parse_fault(text) for text in own.faults.split(",")]
     if named and max(fault.rank for fault in named) >= num_ranks:
         raise ConfigError(f"faults={own.faults!r}: there are {num_ranks} ranks.", hint="Count them from 0.")
-    # Shell scripts ignore SIGINT in background jobs, which the runs would inherit.
+    # A background job of a shell script ignores SIGINT, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with private_dir() as folder, exit_on_signal(), Progress("chaos") as progress:
         progress.say(f"the run without faults, at most {own.limit_s:g} s, to estimate the time of the others")
@@ -327,7 +327,7 @@ def run_script(
     start_s = time.monotonic()
     command = command_of([argument.replace("{run}", str(work)) for argument in program])
     process = subprocess.Popen(
-        # Without the module that makes the call, if the script makes it.
+        # Without `script_runner`, if the script itself calls `enable_multi_gpu()`.
         [command[0], *command[3:]] if calls_enable(program) else command,
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
@@ -362,7 +362,7 @@ def run_script(
 
 @dataclass(frozen=True)
 class RunTrace:
-    """Records of all ranks, with their ranks, over all starts of a row, oldest first."""
+    """Records of all ranks over all starts of a run, oldest first. Each record has its rank."""
 
     records: Sequence[dict[str, Any]]
 

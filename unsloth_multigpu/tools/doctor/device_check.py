@@ -176,7 +176,7 @@ def copy_rows(kind: str, copies: Sequence[dict[str, Any]]) -> Iterator[CheckRow]
 
 
 def _nvidia_driver() -> tuple[str, int]:
-    """Returns the version of the driver and the number of its GPUs; without one what nvidia-smi says, and 0."""
+    """Returns the version of the driver and the number of its GPUs; without a driver, what nvidia-smi says, and 0."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=False)

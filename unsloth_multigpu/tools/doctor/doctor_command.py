@@ -27,7 +27,7 @@ _GPU_REDUCE_HINT = (
     "Run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 to see whether direct copies are the cause."
 )
 _HERE = "unsloth_multigpu.tools.doctor"
-# Names of failed checks that are listed.
+# The last line names at most this many failed checks.
 _MOST_NAMES = 5
 _STYLES = {"FAIL": "bold red", "note": "yellow"}
 
@@ -97,7 +97,7 @@ COMMAND = Command("doctor", "check versions, devices, copies between GPUs, an al
 
 
 def check_machine(num_gpus: int | None, limit_s: float, progress: Progress) -> Generator[list[CheckRow], None, None]:
-    """Runs every check. The check of imports runs in parallel with the others, which use the GPUs one by one.
+    """Runs every check. The check of imports runs in parallel with the others, which use the GPUs one after the other.
 
     Yields the rows of a section as soon as they are known.
     """
@@ -126,7 +126,7 @@ def check_machine(num_gpus: int | None, limit_s: float, progress: Progress) -> G
 
 
 def rows_of(outcome: Mapping[str, Any], section: str, name: str, hint: str) -> list[CheckRow]:
-    """Returns the rows that a probe has left, or a failed one of this section and name."""
+    """Returns the rows of a probe, or if it failed one row with this section and name."""
     if "error" not in outcome:
         return [CheckRow(**row) for row in outcome.get("rows", ())]
     log = tuple(outcome.get("log", ()))
@@ -178,7 +178,7 @@ def supported_text(specifier: str) -> str:
 
 
 def reduce_rows(reduced: Mapping[str, Any], kind: str | None) -> list[CheckRow]:
-    """Checks the all-reduce on all ranks, on devices of a kind."""
+    """Returns the row of the all-reduce, on devices of a kind."""
     hint = _CPU_REDUCE_HINT if kind == "cpu" else _GPU_REDUCE_HINT
     if "error" in reduced:
         return rows_of(reduced, "all-reduce", "ranks", hint)

@@ -67,7 +67,7 @@ def bounds_for(rounding: float, optimizer: str) -> dict[str, float]:
 def compare(one: Values, many: Values) -> dict[str, Any]:
     """Compares steps and final weights of the run in one process and of that on several ranks.
 
-    Returns a part of the receipt. `reasons` lists differences and missing figures in their order; empty = both agree.
+    Returns a part of the receipt. `reasons` lists the differences and what could not be compared; empty = both agree.
     """
     facts, other_facts = one["facts"], many["facts"]
     bounds = bounds_for(max(facts["rounding"], other_facts["rounding"]), other_facts["optimizer"])
@@ -103,7 +103,7 @@ def _step(one: Values, many: Values) -> dict[str, Any]:
         "has_same_samples": one["samples"] == many["samples"],
         "compared": many["compared"],
     }
-    # Some losses are zero on average.
+    # Below 1 an absolute difference: some losses are zero on average.
     for name, at_least in (("loss", 1.0), ("grad_norm", 0.0)):
         found |= {name: [one[name], many[name]], f"{name}_difference": _relative(one[name], many[name], at_least)}
     return found
