@@ -168,13 +168,13 @@ def _refuse_unsteered_training() -> None:
     """In a helper process the call does nothing. If that process trains anyway, its `train()` raises."""
     from unsloth_multigpu.hooks.trainer_patches import unsteered_train_patch
 
-    def is_lone() -> bool:
+    def is_allowed() -> bool:
         try:
             return is_multi_gpu_enabled() or is_helper()
         except LaunchError:
             return False  # A rank: another library has set the missing variables since.
 
-    PatchRegistry([unsteered_train_patch(is_lone)]).apply()
+    PatchRegistry([unsteered_train_patch(is_allowed)]).apply()
 
 
 def _open_here(config: MultiGPUConfig, context: RunContext, tool: Tool, shell: Any, *, replay: bool) -> Session:

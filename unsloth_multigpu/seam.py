@@ -1,6 +1,6 @@
-"""The table of instance seams: methods of a Trainer, its accelerator and callback handler replaced during a training.
+"""The table of instance seams: methods of a Trainer, its `Accelerator` and its callback handler.
 
-A patch replaces a function of a class. An instance seam replaces a method of one object during one training. Both are
+A patch replaces a function of a class. An instance seam replaces a method of one object, during one training. Both are
 verified when the training begins.
 """
 
@@ -19,7 +19,7 @@ from unsloth_multigpu.versions import check_version
 
 _MISSING: Any = object()
 Owner = Literal["trainer", "accelerator", "callback_handler"]
-# Libraries whose methods are checked for their parameters. A script may override them with `**kwargs`.
+# Libraries whose methods are checked for their parameters. Overrides in a script may have `**kwargs`.
 _LIBRARIES = ("transformers", "accelerate", "trl", "peft", "unsloth", "unsloth_zoo", "UnslothTrainer")
 
 
@@ -34,7 +34,7 @@ class InstanceSeam:
         needs: Parameters that our replacement relies on.
         called: When it must be called: "step" = in each optimizer step, "step end" = after each, "save" = for each
             checkpoint, "" = not in every training.
-        optional: Not every version or trainer has it.
+        optional: Not every version or Trainer has it.
     """
 
     owner: Owner
@@ -51,8 +51,8 @@ def _seam(target: str, reason: str, *needs: str, **more: Any) -> InstanceSeam:
 
 
 _WAITS = "Tells the watchdog that ranks generate completions, which takes longer than a step."
-_PASSES = "Tells the watchdog that a reference model computes all rows before the first step."
-_ALONE = "In the loss of a micro-batch each rank has rows of its own; metrics are combined when they are logged."
+_PASSES = "Tells the watchdog that a reference model computes all samples before the first step."
+_ALONE = "Gathers nothing in a loss: ranks have different samples there. Metrics are combined when they are logged."
 _EVENT = ("args", "state", "control")
 
 # A target without a dot is a method of the Trainer.
@@ -66,33 +66,33 @@ _TABLE = (
     ),
     _seam(
         "training_step",
-        "Computes a rank's micro-batches; after the last one gradients are synchronized and checked.",
+        "Computes a rank's micro-batches. After the last one, gradients are synchronized and checked.",
         *("model", "inputs", "num_items_in_batch"),
         called="step",
     ),
     _seam(
         "compute_loss",
-        "Scales the loss of a micro-batch by its share of the step, and keeps it for the message about a NaN.",
+        "Scales the loss of a micro-batch by its share of the step, and records it for the error about a NaN.",
         *("model", "inputs", "num_items_in_batch"),
         called="step",
     ),
-    _seam("get_total_train_batch_size", "Returns the samples of a step, which are printed at the start.", "args"),
+    _seam("get_total_train_batch_size", "Returns the number of samples of a step, printed at the start.", "args"),
     _seam(
         "_maybe_log_save_evaluate",
-        "Ranks combine their metrics before they are logged, and follow one decision to log, save and evaluate.",
+        "Combines the metrics of ranks before they are logged. All ranks log, save and evaluate in the same steps.",
         "tr_loss",
         called="step end",
     ),
-    _seam("evaluation_loop", "Makes buffers equal on all ranks before the evaluation."),
-    _seam("evaluate", "All ranks act on rank 0's metrics. The random state is kept, in case the training is stopped."),
-    _seam("prediction_step", "Evaluates the batches of one process.", "model", "inputs"),
-    _seam("_save_checkpoint", "A checkpoint gets its name only when it is complete.", "model", "trial", called="save"),
-    _seam("_get_output_dir", "A checkpoint is first written into a temporary folder.", "trial"),
-    _seam("_push_from_checkpoint", "A checkpoint is pushed when it is complete.", "checkpoint_folder", optional=True),
-    _seam("_load_rng_state", "An evaluation in which the training was stopped is repeated.", "checkpoint"),
-    _seam("_issue_warnings_after_load", "A checkpoint without the trained weights is refused.", "load_result"),
+    _seam("evaluation_loop", "Copies rank 0's buffers to all ranks before an evaluation."),
+    _seam("evaluate", "Gives rank 0's metrics to all ranks. Keeps the random state, in case the training stops here."),
+    _seam("prediction_step", "Evaluates batches that have the samples of one process.", "model", "inputs"),
+    _seam("_save_checkpoint", "Gives a checkpoint its name only when it is complete.", "model", "trial", called="save"),
+    _seam("_get_output_dir", "Returns a temporary folder, in which a checkpoint is written first.", "trial"),
+    _seam("_push_from_checkpoint", "Pushes a checkpoint only when it is complete.", "checkpoint_folder", optional=True),
+    _seam("_load_rng_state", "Repeats, after a resume, an evaluation in which the training was stopped.", "checkpoint"),
+    _seam("_issue_warnings_after_load", "Refuses a checkpoint that lacks trained weights.", "load_result"),
     _seam("save_model", "`chaos` injects a failure here.", "output_dir"),
-    _seam("_prepare_inputs", "Completions are divided among ranks and micro-batches by length."),
+    _seam("_prepare_inputs", "Divides completions among ranks and micro-batches by length."),
     _seam("_generate_and_score_completions", _WAITS, optional=True),
     _seam("generate_on_policy_outputs", _WAITS, optional=True),
     _seam("compute_ref_log_probs", _PASSES, optional=True),
@@ -100,20 +100,20 @@ _TABLE = (
     _seam("accelerator.gather", _ALONE, "tensor"),
     _seam("accelerator.gather_for_metrics", _ALONE, "input_data"),
     _seam("accelerator.reduce", _ALONE, "tensor", "reduction"),
-    _seam("accelerator.pad_across_processes", "Keeps the shapes of batches until they are combined.", "tensor"),
+    _seam("accelerator.pad_across_processes", "Pads nothing: batches are padded when they are combined.", "tensor"),
     _seam(
         "accelerator.clip_grad_norm_",
-        "Finds a gradient that is infinite or NaN before it reaches the weights.",
+        "Finds an infinite or NaN gradient before the optimizer step.",
         *("parameters", "max_norm", "norm_type"),
         called="step",
     ),
-    _seam("accelerator.backward", "Scales a loss that a script's own training_step computes itself.", "loss"),
-    _seam("accelerator.prepare_model", "Creates DDP with our settings, or not at all.", "model"),
-    _seam("accelerator.prepare_data_loader", "Samples are divided by this package, not by accelerate.", "data_loader"),
+    _seam("accelerator.backward", "Scales a loss that a script's own training_step computes.", "loss"),
+    _seam("accelerator.prepare_model", "Creates DDP with our settings, or leaves the model without DDP.", "model"),
+    _seam("accelerator.prepare_data_loader", "This package divides samples, not accelerate.", "data_loader"),
     _seam(
         "callback_handler.call_event",
-        "Callbacks see the script's gradient_accumulation_steps, rank 0's metrics and figures of the ranks. Their time "
-        "is measured.",
+        "Shows callbacks the script's gradient_accumulation_steps, rank 0's metrics and the ranks' figures, and "
+        "measures their time.",
         "event",
         *_EVENT,
     ),
@@ -122,7 +122,7 @@ SEAMS: dict[str, InstanceSeam] = {seam.name: seam for seam in _TABLE}
 
 
 class Steered(functools.partial):  # type: ignore[type-arg]
-    """A replacement for a method, which is its last bound argument. Counts its calls."""
+    """A replacement for a method. The method is its last bound argument. Counts its calls."""
 
     num_calls = 0
     is_needed = True
@@ -139,7 +139,7 @@ class Steered(functools.partial):  # type: ignore[type-arg]
 
 @contextmanager
 def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute on one object within the context, and restores the object's own attribute."""
+    """Sets an attribute of one object within the context. Afterwards the object has its earlier one, or none."""
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:
@@ -153,13 +153,13 @@ def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def steered(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method of `owner`, by its key in `SEAMS`, within the context. `method` gets the original one first."""
+    """Replaces the method `SEAMS[name]` of `owner` within the context. `method` gets the original as first argument."""
     with instance_attribute(owner, name, Steered(method, getattr(owner, SEAMS[name].name))):
         yield
 
 
 def unsteered(method: Any) -> Any:
-    """Returns the method of the library or script below all replacements."""
+    """Returns the method of the library or script that our replacements stand for."""
     while isinstance(method, Steered):
         method = method.original
     return method
@@ -176,7 +176,7 @@ def verify_seams(trainer: TrainerLike) -> None:
 
 
 def check_seam(seam: InstanceSeam, owner: type) -> bool:
-    """Checks one method of the class of its owner. Returns False if an optional method is absent.
+    """Checks one method, in the class of its owner. Returns False if an optional method is absent.
 
     Raises:
         PatchError: It is missing, or has other parameters.
@@ -219,7 +219,7 @@ def _is_missed(method: Any) -> bool:
 def _missing_parameters(seam: InstanceSeam, owner: type) -> list[str]:
     """Returns the needed parameters that the library's own method lacks.
 
-    Overrides of the script are not checked. A method with `*args` or `**kwargs` is taken to pass them to its base.
+    Overrides in a script are not checked. A method with `*args` or `**kwargs` is assumed to pass them to its base.
     """
     for base in owner.__mro__:
         if seam.name not in vars(base) or base.__module__.partition(".")[0] not in _LIBRARIES:
@@ -238,7 +238,7 @@ def _mismatch(seam: InstanceSeam, owner: type, what: str) -> PatchError:
     library = next((name for name in modules if name in _LIBRARIES), "transformers")
     row = check_version("unsloth" if library == "UnslothTrainer" else library)
     return PatchError(
-        f"{owner.__name__}.{seam.name} ({row.name} {row.installed}): {what}. What it is needed for: {seam.reason}",
-        hint=f"If your script overrides the method that calls it, call it as {row.name} does. Else install a version "
+        f"{owner.__name__}.{seam.name} ({row.name} {row.installed}): {what}. It is needed for this: {seam.reason}",
+        hint=f"If your script overrides the method that calls it, call it there, too. Otherwise install a version "
         f"of {row.name} that docs/compatibility.md lists, and report this one.",
     )

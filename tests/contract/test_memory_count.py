@@ -182,7 +182,7 @@ def test_count_of_two_ranks_is_that_of_real_ones(
     monkeypatch.setattr(count, "fake_memory", ByteCounter)
     real = counted(trainer(), **options)
 
-    for name in ("weights", "divided", "gradients", "optimizer"):
+    for name in ("weights", "sharded", "gradients", "optimizer"):
         assert getattr(found, name) == getattr(real, name)
     assert found.peak == pytest.approx(real.peak, rel=0.01)
     share = 0.5 if options == SHARDED else 1

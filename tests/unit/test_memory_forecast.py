@@ -25,7 +25,7 @@ from unsloth_multigpu.tools.plan.plan_command import Options, parse_memory, run,
 from unsloth_multigpu.tools.script_program import parse_numbers
 
 TRAINING = Training("Llama", 8_000, 80, 0, "adamw_torch_fused", "bfloat16", True, rows=4, tokens=2048, accumulation=16)
-STEP = StepBytes(weights=10, divided=8, gradients=3, optimizer=6, peak=7, update=2)
+STEP = StepBytes(weights=10, sharded=8, gradients=3, optimizer=6, peak=7, update=2)
 
 
 def of_total(mode, num_ranks, gib):
@@ -59,7 +59,7 @@ def test_ranks_share_the_samples_of_a_step():
     shared = replace(training, num_sharing=2)
     assert [shared.on_ranks(n) for n in (1, 2, 4)] == [training.on_ranks(n) for n in (1, 1, 2)]
     assert shared.has_samples(32)
-    with refused(SetupError, "sequence_parallel=2, and 3 ranks do not divide by it", "--gpus 2,4"):
+    with refused(SetupError, "3 ranks are not a multiple of sequence_parallel=2", "--gpus 2,4"):
         shared.on_ranks(3)
     assert [training.has_samples(n) for n in (16, 17)] == [True, False]
     assert replace(training, keeps_batch=False).has_samples(17)
@@ -148,8 +148,8 @@ def test_model_is_a_program_of_its_own_where_no_script_is_given():
 
 def test_a_forecast_counts_what_was_given_or_refuses_it():
     with refused(SetupError, "tokens=8, but the samples have no input_ids", "Leave --tokens out"):
-        count._longest(SimpleNamespace(train_dataset=[{"prompt_ids": [1, 2]}]), 8)
-    assert count._longest(SimpleNamespace(train_dataset=[{"input_ids": [1, 2]}]), 8) == (8, "as given")
+        count._max_tokens(SimpleNamespace(train_dataset=[{"prompt_ids": [1, 2]}]), 8)
+    assert count._max_tokens(SimpleNamespace(train_dataset=[{"input_ids": [1, 2]}]), 8) == (8, "as given")
     with refused(SetupError, "model: the memory of a GGUF file cannot be forecast"):
         script_probe._from_configuration(None, None, pretrained_model_name_or_path="model", gguf_file="a.gguf")
 

@@ -15,11 +15,11 @@ from tests.helpers.board import manager_of, session_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import Engine, is_entered_below, tried_pass, whole_of
-from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
+from unsloth_multigpu.hooks.shard import _store_in_float_dtype, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard import count, script_probe, sharding
 from unsloth_multigpu.shard.memory import GIB, StepBytes, Training, forecast_of
-from unsloth_multigpu.shard.packed import Withheld, check_parts, give_back, in_parts, keep_rows
+from unsloth_multigpu.shard.quantized import WithheldQuantState, check_rows, keep_rows, partial_layers, restore_states
 from unsloth_multigpu.shard.script_probe import Answer
 from unsloth_multigpu.shard.sharding import check_is_sharded, check_options, check_shared, check_versions, layers_of
 from unsloth_multigpu.train.trainer import DDPTrainer
@@ -104,7 +104,7 @@ def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog):
 
 @pytest.mark.parametrize("options", [{"strategy": "local_sgd"}, {"strategy": "allreduce"}])
 def test_options_of_ddp_are_refused_where_the_script_itself_shards(options):
-    with pytest.raises(SetupError, match="is not possible if FSDP2 of accelerate shards the model"):
+    with pytest.raises(SetupError, match="is not possible: FSDP2 of accelerate shards the model"):
         check_options(MultiGPUConfig(**options), Engine.ACCELERATE)
     check_options(MultiGPUConfig(), Engine.ACCELERATE)
     with pytest.raises(SetupError, match="a Trainer would save only rank 0's shard"):
@@ -183,7 +183,7 @@ def test_a_closed_session_asks_no_library_to_shard(monkeypatch):
 def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(monkeypatch, given, is_4bit, stored):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     config = SimpleNamespace(load_in_4bit=is_4bit, bnb_4bit_quant_storage=given, bnb_4bit_compute_dtype=torch.bfloat16)
-    _stored_as_computed(lambda _: None, config)
+    _store_in_float_dtype(lambda _: None, config)
     assert config.bnb_4bit_quant_storage == stored
 
 
@@ -295,15 +295,15 @@ def test_nothing_computes_with_missing_rows_or_other_rows_until_they_are_given_b
     keep_rows(layer.weight, torch.bfloat16, torch.device("cpu"), 0, 2)
     assert state.moved_to == torch.device("cpu")
     for held in (layer.weight.quant_state, copy.deepcopy(layer.quant_state)):
-        assert isinstance(held, Withheld)
+        assert isinstance(held, WithheldQuantState)
         assert held.dtype == torch.bfloat16
         with pytest.raises(SetupError, match="a shard of the 4-bit weights"):
             _ = held.absmax
     layer.quant_state.dtype = torch.float16  # As Unsloth sets it.
     assert state.dtype == torch.float16
-    assert in_parts(torch.nn.Sequential(layer)) == [layer]
+    assert partial_layers(torch.nn.Sequential(layer)) == [layer]
     with pytest.raises(SetupError, match="has sharded them differently"):
-        check_parts([layer], 0, 2)
-    give_back([layer])
+        check_rows([layer], 0, 2)
+    restore_states([layer])
     assert layer.weight.quant_state is layer.quant_state is state
-    assert in_parts(layer) == []
+    assert partial_layers(layer) == []

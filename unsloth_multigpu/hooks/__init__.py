@@ -1,1 +1,1 @@
-"""What do we touch? Patches as data, each with the range it holds for and its reason."""
+"""What do we touch? Patches as data, each with the versions that it supports and its reason."""

@@ -1,4 +1,4 @@
-"""Patches of accelerate and PEFT: devices of ranks, and training loops with an `Accelerator` of the script."""
+"""Patches of accelerate and PEFT, for the devices of ranks and for scripts with an `Accelerator` of their own."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _SUPPORTS = "accelerate>=1.4"
-_PASSED_ON = ("accelerate.", "unsloth_multigpu.")  # Modules between a call of `Accelerator()` and our patch of it.
+_SKIPPED = ("accelerate.", "unsloth_multigpu.")  # Modules whose frames are not the caller of `Accelerator()`.
 _INFERS_DEVICE = ("peft.peft_model:infer_device", "peft.utils.save_and_load:infer_device")
 
 
 def device_patches(device_type: str, device_index: int, local_rank: int) -> list[Patch]:
-    """Patches of accelerate's state and PEFT's loading for ranks on accelerators; none for CPU ranks.
+    """Returns patches of accelerate's state and PEFT's loading for ranks on CUDA or XPU devices; none for CPU ranks.
 
     Args:
         device_type: "cuda", "xpu" or "cpu".
@@ -36,29 +36,29 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
         return []
     patches = []
     if device_type == "cuda":
-        patches.append(Patch("accelerate.state:check_cuda_p2p_ib_support", _SUPPORTS, _checked, optional=True))
+        patches.append(Patch("accelerate.state:check_cuda_p2p_ib_support", _SUPPORTS, _set_nccl, optional=True))
     if device_index != local_rank:
-        met = functools.partial(_met, device_index)
-        patches.append(Patch("accelerate.state:PartialState.wait_for_everyone", _SUPPORTS, met))
+        barrier = functools.partial(_barrier_on_device, device_index)
+        patches.append(Patch("accelerate.state:PartialState.wait_for_everyone", _SUPPORTS, barrier))
     if device_index > 0:
-        named = functools.partial(_named, device_index)
-        patches += [Patch(target, "peft>=0.18", named, optional=True) for target in _INFERS_DEVICE]
+        with_index = functools.partial(_device_with_index, device_index)
+        patches += [Patch(target, "peft>=0.18", with_index, optional=True) for target in _INFERS_DEVICE]
     return patches
 
 
 def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_close: ExitStack) -> list[Patch]:
-    """Patches for training loops with an `Accelerator`, so that they make the steps of one process.
+    """Returns the patch with which a script's own loop with an `Accelerator` takes the steps of one process.
 
-    `on_close` restores the accelerators when it is closed.
+    `on_close` restores the `Accelerator` objects when it is closed.
     """
     told: set[str] = set()
 
     def steered(original: Callable[..., None], accelerator: Any, /, *args: Any, **kwargs: Any) -> None:
-        """Makes a training loop with an Accelerator of the script take the steps of one process."""
-        manager().meet_ranks()  # accelerate opens the group, and would not name a missing rank.
+        """Makes a script's own training loop with an Accelerator take the steps of one process."""
+        manager().meet_ranks()  # accelerate opens the process group next, and its error would not name a missing rank.
         original(accelerator, *args, **kwargs)
         caller: FrameType | None = sys._getframe(1)
-        while caller is not None and _module_of(caller).startswith(_PASSED_ON):
+        while caller is not None and _module_of(caller).startswith(_SKIPPED):
             caller = caller.f_back
         if caller is not None and not _is_of_trainer(caller):
             from unsloth_multigpu.step.accelerated import steer_loop
@@ -70,7 +70,7 @@ def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_c
 
 
 def _is_of_trainer(caller: FrameType | None) -> bool:
-    """True within a method of a Trainer, whose steps are chosen elsewhere."""
+    """True if a method of a Trainer is running: a Trainer's steps are chosen elsewhere."""
     transformers = sys.modules.get("transformers.trainer")
     while caller is not None and transformers is not None:
         if isinstance(caller.f_locals.get("self"), transformers.Trainer):
@@ -83,23 +83,23 @@ def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _checked(original: Callable[..., bool], /, *args: Any, **kwargs: Any) -> bool:
-    """Sets the NCCL variables that some cards need: accelerate requires them, and only its launcher sets them."""
+def _set_nccl(original: Callable[..., bool], /, *args: Any, **kwargs: Any) -> bool:
+    """Sets the NCCL variables that some GPUs need: accelerate requires them, and only its launcher sets them."""
     is_supported = original(*args, **kwargs)
     missing = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
     if not is_supported and missing:
         # Set before the first collective, when NCCL reads them.
         os.environ.update(dict.fromkeys(missing, "1"))
         logger.warning(
-            "this driver cannot connect these GPUs directly: %s. Gradients go through the host; a newer driver "
-            "(550.40 for the RTX 40 series) is faster",
+            "this driver has no peer-to-peer access between these GPUs: set %s. Gradients go through host memory; a "
+            "newer driver (550.40 for the RTX 40 series) is faster",
             " ".join(f"{name}=1" for name in missing),
         )
     return is_supported
 
 
-def _met(device_index: int, original: Callable[..., None], /, self: Any) -> None:
-    """Makes the barrier use the device of a rank that sees one card. Otherwise it uses the local rank as index."""
+def _barrier_on_device(device_index: int, original: Callable[..., None], /, self: Any) -> None:
+    """Makes a barrier use the rank's device. The original takes the local rank as index, also for one visible card."""
     if not self.use_distributed:
         original(self)
         return
@@ -108,6 +108,6 @@ def _met(device_index: int, original: Callable[..., None], /, self: Any) -> None
     dist.barrier(device_ids=[device_index])
 
 
-def _named(device_index: int, original: Callable[[], str], /) -> str:
-    """Returns the rank's device with its index. safetensors takes "cuda" as "cuda:0": all ranks would load there."""
+def _device_with_index(device_index: int, original: Callable[[], str], /) -> str:
+    """Returns the rank's device with its index. For "cuda", safetensors would load on "cuda:0" in all ranks."""
     return f"{original()}:{device_index}"

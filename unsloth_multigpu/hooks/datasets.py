@@ -1,4 +1,4 @@
-"""Patches `datasets` so that the first rank of a node maps a data set, and the others read its cache."""
+"""Patches `datasets` so that the first rank of a node runs a `map`, and the others read its cache."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def dataset_patches(run_dir: str | None, get_manager: Callable[[], DDPManager | 
     """Returns the patch of `Dataset.map`.
 
     Args:
-        run_dir: Private folder that all ranks of this node see; None if the launcher gave none.
-        get_manager: Returns the manager, whose store works without a process group; None if the other ranks do not run
-            this code.
+        run_dir: Private folder that all ranks of this node can read; None if the launcher gave none.
+        get_manager: Returns the manager, whose store works without a process group. Returns None while the other ranks
+            do not run this code.
     """
     needs = ("cache_file_name", "load_from_cache_file", "keep_in_memory")
     run = _MapOrder(run_dir, get_manager).run
@@ -35,8 +35,8 @@ class _MapOrder:
     """Lets the first rank of a node run a `map` before the others run the same one.
 
     A call is identified by the data's fingerprint, the function's hash and the arguments. If these differ between ranks
-    (for example, if the function cannot be hashed), each rank runs its own map. The other ranks take over the state of
-    the global random generators. Other side effects of the function occur on the first rank only.
+    or the function cannot be hashed, each rank runs its own map. The other ranks get the state of the first one's
+    global random generators. Other side effects of the function occur on the first rank only.
     """
 
     def __init__(self, run_dir: str | None, get_manager: Callable[[], DDPManager | None]) -> None:
@@ -53,7 +53,7 @@ class _MapOrder:
         if manager is None:
             return original(dataset, *args, **kwargs)
         if manager is not self._manager:
-            # A new one has an empty store: ranks that left a notebook's cell at different places count from zero again.
+            # A new manager has an empty store. Ranks that left a notebook's cell at different calls count from 0.
             self._manager, self._num_calls, self._seen = manager, 0, set()
         self._num_calls += 1
         function = args[0] if args else kwargs.get("function")
@@ -67,39 +67,39 @@ class _MapOrder:
             kwargs = self._with_cache_file(dataset, key, args, kwargs)
             if identity.local_rank == 0:
                 return self._lead(manager, key, call, functools.partial(original, dataset, *args, **kwargs))
-            drawn = self._wait(manager, key, call)
+            states = self._wait(manager, key, call)
             result = original(dataset, *args, **kwargs)
-            if drawn and key not in self._seen:
-                _take_over(drawn)
+            if states and key not in self._seen:
+                _take_over(states)
             self._seen.add(key)
             return result
         finally:
             self._is_inside = False
 
     def _lead(self, manager: DDPManager, key: str, call: str, work: Callable[[], Any]) -> Any:
-        """The first rank's part: runs the map, and publishes the random state."""
+        """Runs the map on the first rank, and publishes the random state before and after it, if it has changed."""
         from unsloth_multigpu.group.random_state import read_random_state
 
-        before, drawn = read_random_state(), ""
+        before, states = read_random_state(), ""
         try:
             result = work()
             if (after := read_random_state()) != before:
-                drawn = json.dumps([before, after])
+                states = json.dumps([before, after])
             return result
         finally:
-            # Also after an error: the others then do the same call and get the same error. A second call reads the
-            # cache and draws nothing.
-            if drawn or not manager.is_published(key):
-                manager.publish(key, drawn)
+            # Also after an error: the others then run the same call, and get the same error. If the call is repeated,
+            # it reads the cache, and must not overwrite the random states.
+            if states or not manager.is_published(key):
+                manager.publish(key, states)
             manager.publish(call)
 
     def _wait(self, manager: DDPManager, key: str, call: str) -> str:
-        """Waits for the first rank, and returns its random state after this call."""
+        """Waits for the first rank, and returns the random states that it has published; "" = none."""
 
         def read() -> str | None:
-            # Once the first rank has finished its call with this number, it will no longer make this call. If only this
-            # rank runs this part of a notebook's cell, no other rank needs the result.
-            is_past = manager.is_published(call) or manager.is_abandoned()  # Read first: `key` is published before it.
+            # There is nothing to wait for if the first rank has finished a call with this number and another key, or
+            # has left this cell of a notebook.
+            is_past = manager.is_published(call) or manager.is_abandoned()  # Before `key`, which is published first.
             found = manager.read(key)
             return found if found is not None else "" if is_past else None
 
@@ -111,7 +111,7 @@ class _MapOrder:
         )
 
     def _with_cache_file(self, dataset: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Gives data in memory a cache file, from which the other ranks read the result."""
+        """Names a cache file for the result of a data set in memory, so that the other ranks can read it."""
         is_shareable = self._run_dir is not None and not dataset.cache_files and len(args) <= 1
         if not is_shareable or kwargs.get("cache_file_name") or kwargs.get("load_from_cache_file") is False:
             return kwargs
@@ -121,11 +121,11 @@ class _MapOrder:
         return {**kwargs, "cache_file_name": file, "load_from_cache_file": True}
 
 
-def _take_over(drawn: str) -> None:
-    """Sets the random state after the first rank's call on this rank, unless the script seeds ranks differently."""
+def _take_over(states: str) -> None:
+    """Sets the first rank's random state after the call, unless this rank's state differed from its before."""
     from unsloth_multigpu.group.random_state import read_random_state, write_random_state
 
-    before, after = json.loads(drawn)
+    before, after = json.loads(states)
     if before == read_random_state():
         write_random_state(after)
 
@@ -134,10 +134,10 @@ def _call_hash(dataset: Any, function: Any, args: tuple[Any, ...], kwargs: dict[
     """Returns a hash that is equal on all ranks for the same call; None if something cannot be hashed."""
     from datasets.fingerprint import Hasher
 
-    # The number of processes and the progress bar's text change nothing in the result.
+    # These do not change the result: the number of processes and the text of the progress bar.
     what = {k: v for k, v in kwargs.items() if k not in ("num_proc", "desc", "function")}
     try:
         return str(Hasher.hash((dataset._fingerprint, Hasher.hash(function), args[1:], what)))
     except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
-        logger.info("Dataset.map: each rank maps for itself, because the function cannot be hashed (%s)", error)
+        logger.info("Dataset.map: each rank processes all rows, because the function cannot be hashed (%s)", error)
         return None

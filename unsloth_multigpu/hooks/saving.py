@@ -1,4 +1,4 @@
-"""Patches savers so that rank 0 writes files once, while the other ranks wait."""
+"""Patches functions that save or upload, so that only rank 0 writes, while the other ranks wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _TRANSFORMERS, _DATASETS, _UNSLOTH = "transformers>=4.57,<6", "datasets>=3.4.1,<6", "unsloth_zoo>=2026.10.7"
 
-# Target -> versions. Not every version has all of them.
+# Target -> supported versions. Not every version has all targets.
 _SAVERS = {
     "transformers.modeling_utils:PreTrainedModel.save_pretrained": _TRANSFORMERS,
     "transformers.tokenization_utils_base:PreTrainedTokenizerBase.save_pretrained": _TRANSFORMERS,
@@ -41,7 +41,7 @@ _SAVERS = {
 
 
 def saving_patches(gate: SaveGate) -> list[Patch]:
-    """Returns patches of all functions that write files or upload."""
+    """Returns patches of the functions that save or upload."""
     trainer, bind = "transformers.trainer:Trainer", functools.partial(_bind_guarded, gate)
     return [
         *(Patch(target, supports, gate.once, optional=True) for target, supports in _SAVERS.items()),
@@ -55,8 +55,8 @@ class SaveGate:
     """Lets rank 0 write while the other ranks wait for it, see `group.saves`.
 
     Args:
-        get_manager: Returns the manager, whose store works without a process group; None after the session is closed,
-            since savers that Unsloth has put on a model outlive it.
+        get_manager: Returns the manager, whose store works without a process group. Returns None after the session is
+            closed: savers that Unsloth has bound to a model outlive it.
     """
 
     def __init__(self, rank: int, get_manager: Callable[[], DDPManager | None]) -> None:
@@ -64,23 +64,23 @@ class SaveGate:
         self._get_manager = get_manager
         self._is_inside = False
         self._is_writer = rank == 0
-        # On rank 0: the gathered weights of the sharded model that is being saved.
+        # On rank 0, while a sharded model is saved: its gathered weights.
         self._state: dict[str, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Unsloth puts guarded savers on the tokenizer, which mapped functions hold and `datasets` hashes.
+        # Unsloth binds patched savers to the tokenizer, which mapped functions refer to and `datasets` hashes.
         return str, (type(self).__name__,)
 
     def once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Lets only rank 0 write or upload. Otherwise all ranks write one folder at once, and read unfinished files."""
+        """Lets only rank 0 save or upload. Otherwise all ranks write into one folder, and read unfinished files."""
         return self._save(original, args, kwargs, runs_everywhere=False)
 
     def after_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Makes the other ranks wait for rank 0, which alone saves, so that they can read the folder afterwards."""
+        """Makes the other ranks wait until rank 0, which alone saves, has done so: they may read the folder next."""
         return self._save(original, args, kwargs, runs_everywhere=True)
 
     def learn_of_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Raises an error of rank 0, which alone uploads, on the other ranks, too: they would wait for its save."""
+        """Raises an error of rank 0, which alone uploads, also on the other ranks, which would wait for it."""
         return self._save(original, args, kwargs, runs_everywhere=True, names_path=False)
 
     def _save(
@@ -94,7 +94,7 @@ class SaveGate:
     ) -> Any:
         path, name = _path_of(args, kwargs) if names_path else "", getattr(original, "__qualname__", "save")
         if self._is_inside:
-            # Savers call each other; the outermost call counts for all of them. A file object is the rank's own.
+            # Savers call each other, and the outermost one has waited already. A file object belongs to its rank.
             is_run = path is None or self._is_writer or runs_everywhere
             return self._call(original, args, kwargs) if is_run else None
         manager = None if path is None else self._get_manager()
@@ -113,7 +113,7 @@ class SaveGate:
             if self._rank == 0:
                 return saves.write("" if _uploads(original) else path, save)
             if runs_everywhere and getattr(getattr(args[0], "args", None), "should_save", False):
-                save(is_writer=True)  # save_on_each_node: the first rank of each node writes its own.
+                save(is_writer=True)  # save_on_each_node: the first rank of each node writes, too.
             elif runs_here:
                 save()
             is_rank_0s, result = saves.follow()
@@ -122,33 +122,33 @@ class SaveGate:
     def _gather(self, saves: Saves, model: Any, original: Callable[..., Any], *, is_of_trainer: bool) -> bool:
         """Gathers the weights of a sharded model on rank 0. Collective.
 
-        Returns True if the saver gathers them itself, so that all ranks must call it.
+        Returns True, and gathers nothing, if the saver gathers them itself: then all ranks must call it.
 
         Raises:
             DistributedError: Another rank's script has ended without this save.
             RankTimeoutError: Another rank has not reached this save.
         """
-        from unsloth_multigpu.shard.whole import whole_state
+        from unsloth_multigpu.shard.whole import full_state_dict
 
         saves.meet()
         if is_of_trainer or original.__module__.startswith("unsloth."):
             return True
-        state = whole_state(model)
+        state = full_state_dict(model)
         self._state = state if self._rank == 0 else None
         return False
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the function. A saver of a sharded model gets the gathered weights and the model's original class."""
-        # An uploader calls a saver, which gets them.
+        """Calls the original. For a sharded model it gets the gathered weights, and sees the model's original class."""
+        # A function that uploads calls a saver, which gets them.
         if _uploads(original) or not args or sharded_model(args) is not args[0]:
             return original(*args, **kwargs)
-        from unsloth_multigpu.shard.whole import own_class, tied_again
+        from unsloth_multigpu.shard.whole import original_class, with_tied_weights
 
         gathered = kwargs.get("state_dict")  # By the Trainer.
-        state = tied_again(args[0], gathered) if gathered else self._state
+        state = with_tied_weights(args[0], gathered) if gathered else self._state
         if not state:
             return original(*args, **kwargs)
-        with own_class(args[0]):
+        with original_class(args[0]):
             return original(*args, **{**kwargs, "state_dict": state})
 
     def _outermost(
@@ -162,10 +162,10 @@ class SaveGate:
             self._state = None
 
     def leave(self) -> None:
-        """Publishes that this rank's script has ended, since others may wait for it to save a sharded model."""
+        """Publishes that this rank's script has ended: others may wait for it to save a sharded model."""
         dist, manager = sys.modules.get("torch.distributed"), self._get_manager()
         if manager is None or dist is None or not dist.is_initialized():
-            return  # This rank has not opened a process group, so no other rank waits for it.
+            return  # Without a process group no other rank waits for this one.
         manager.saves.leave()
 
 
@@ -176,12 +176,12 @@ def _uploads(original: Callable[..., Any]) -> bool:
 def _bind_guarded(
     gate: SaveGate, original: Callable[..., Any], /, func: Callable[..., Any], obj: Any, name: str
 ) -> Any:
-    """Guards the savers of Unsloth: two ranks that merge into one folder would merge the LoRA weights twice."""
+    """Lets only rank 0 run Unsloth's savers: two ranks that merge into one folder would merge LoRA weights twice."""
     return original(functools.wraps(func)(functools.partial(gate.once, func)), obj, name)
 
 
 def sharded_model(args: tuple[Any, ...]) -> Any:
-    """Returns the sharded model of a saver: its `self`, or the `model` of that; None if nothing is sharded."""
+    """Returns the sharded model that is saved: `self`, or the `model` of a Trainer; None if it is not sharded."""
     torch = sys.modules.get("torch")
     if torch is None or not args:
         return None
@@ -192,10 +192,10 @@ def sharded_model(args: tuple[Any, ...]) -> Any:
 
 
 def _path_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Returns the path: the first argument after `self`, or its keyword. None for file objects."""
+    """Returns the first argument after `self`, or its keyword, as an absolute path; None for a file object."""
     names = ("save_directory", "output_dir", "fname", "dataset_path", "path_or_buf", "repo_id")
     value = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), "")
     if isinstance(value, (str, os.PathLike)):
-        # A repository's name is not a path, but making it absolute does no harm: it is only compared.
+        # The name of a repository becomes a path, too. That does no harm: it is only compared.
         return os.path.abspath(os.fspath(value))
     return "" if value is None else None

@@ -25,11 +25,11 @@ _ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vll
 
 
 class GenerationServer:
-    """The server of `generators` in a rank: a Trainer names it in its arguments, and requests it when it is created.
+    """A rank's access to the server of `generators`: it sets the address in arguments, and requests the start.
 
     Args:
-        port: Its port; the next one is for weights.
-        events: Requests it from the supervisor, on rank 0.
+        port: Port of the server. It receives weights at the next port.
+        events: Writes rank 0's request to the supervisor.
     """
 
     def __init__(self, config: MultiGPUConfig, port: int, events: EventWriter, *, is_first: bool) -> None:
@@ -38,21 +38,21 @@ class GenerationServer:
         self._port = port
         self._events = events
         self._is_first = is_first
-        self._is_used = False
+        self._is_requested = False
 
     def patch(self) -> Patch:
         """Returns the patch of the class with which TRL's Trainers generate."""
         target = "trl.generation.vllm_generation:VLLMGeneration.__init__"
         needs = ("model", "mode", "max_model_length", "model_impl")
-        return Patch(target, "trl>=0.24", self._used, needs=needs, optional=True)
+        return Patch(target, "trl>=0.24", self._connect, needs=needs, optional=True)
 
     def check_use(self, trainer: TrainerLike) -> None:
-        """Called when a training begins.
+        """Checks, when a training begins, that a Trainer uses the server.
 
         Raises:
-            SetupError: No Trainer uses the server.
+            SetupError: None does.
         """
-        if not self._is_used:
+        if not self._is_requested:
             raise SetupError(
                 f"{self._asked} reserves GPUs for generation, and {type(trainer).__name__} does not generate on a "
                 "server.",
@@ -60,11 +60,11 @@ class GenerationServer:
             )
 
     def set_address(self, args: ArgumentsLike) -> None:
-        """Sets its address in the arguments of a Trainer that generates, before they are validated.
+        """Sets the address of the server in the arguments of a Trainer that generates, before they are validated.
 
         Raises:
             ConfigError: The arguments request no server, or another one.
-            SetupError: The script uses Unsloth, which has an engine in each process.
+            SetupError: The script uses Unsloth, which generates in each process.
             VersionError: TRL is too old.
         """
         if not hasattr(args, "vllm_server_base_url"):
@@ -75,7 +75,7 @@ class GenerationServer:
             )
         if "unsloth" in sys.modules:
             raise SetupError(
-                f"{self._asked} is for TRL's trainers alone: with Unsloth, each process generates by itself.",
+                f"{self._asked} is for TRL's Trainers only: with Unsloth, each process generates by itself.",
                 hint="Leave generators out, and set fast_inference=True for an engine on each GPU.",
             )
         if not args.use_vllm or args.vllm_mode != "server":
@@ -87,7 +87,7 @@ class GenerationServer:
         ours = {"vllm_server_base_url": f"http://{_HOST}:{self._port}", "vllm_group_port": self._port + 1}
         usual = {field.name: field.default for field in dataclasses.fields(args) if field.name in _ADDRESS}
         for name, default in usual.items():
-            # Arguments that are built from others have our address.
+            # Arguments that are copied from others have our address already.
             if (value := getattr(args, name)) not in (default, ours.get(name)):
                 raise ConfigError(
                     f"{self._asked} starts a server, but {name}={value!r} names another one.",
@@ -96,15 +96,15 @@ class GenerationServer:
         for name in ours.keys() & usual.keys():
             setattr(args, name, ours[name])
 
-    def _used(self, original: Callable[..., None], /, generation: Any, *args: Any, **kwargs: Any) -> None:
-        """Starts the server of generators=N, since the model of the Trainer is known here."""
-        if self._is_used:
+    def _connect(self, original: Callable[..., None], /, generation: Any, *args: Any, **kwargs: Any) -> None:
+        """Requests the server of generators=N and waits for it: here the Trainer's model is known."""
+        if self._is_requested:
             raise SetupError(
                 "generators: the server holds the weights of one Trainer, but a second Trainer requests it.",
                 hint="Train the second one in another run.",
             )
         self._await_server(inspect.signature(original).bind(generation, *args, **kwargs).arguments)
-        self._is_used = True
+        self._is_requested = True
         original(generation, *args, **kwargs)
 
     def _await_server(self, given: Mapping[str, Any]) -> None:
@@ -112,9 +112,9 @@ class GenerationServer:
 
         if self._is_first:
             self._events.write(SERVER_WANTED, port=self._port, arguments=_command_of(given))
-        # TRL sends requests to this machine, which must not go through a proxy.
+        # TRL's requests to this machine must not go through a proxy.
         os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy", os.environ.get("NO_PROXY")), _HOST]))
-        # Twice: for rank 0, and for the supervisor, which ends the ranks of a server that fails.
+        # Rank 0 may come timeout_s later, and the server may take as long. If it fails, the supervisor ends the ranks.
         deadline_s = time.monotonic() + 2 * self._timeout_s
         if not wait_until(lambda: answers(self._port), deadline_s, poll_s=_LOOK_S):
             raise RankTimeoutError(
@@ -124,7 +124,7 @@ class GenerationServer:
 
 
 def _command_of(given: Mapping[str, Any]) -> list[str]:
-    """Returns the arguments of TRL's command."""
+    """Returns the arguments of the command `trl vllm-serve`."""
     model = given["model"].name_or_path
     if not model:
         raise ConfigError(

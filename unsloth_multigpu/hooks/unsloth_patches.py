@@ -1,4 +1,4 @@
-"""Patches that load models on the device of the rank, and give each rank its own files for weights on disk."""
+"""Patches that load models on the rank's device, and give each rank its own files for weights on disk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LOADERS = {
     "unsloth.models.loader:FastModel.from_pretrained": "unsloth>=2026.10.7",
     "transformers.modeling_utils:PreTrainedModel.from_pretrained": "transformers>=4.57,<6",
 }
-# Maps by which one process splits a model over all visible cards.
+# Device maps with which one process splits a model over all visible GPUs.
 _SPLITTING = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "unsloth_balanced")
-# Maps that leave the choice of the accelerator to the library.
+# Device maps that leave the choice of the device to the library.
 _AUTOMATIC = (*_SPLITTING, *KINDS)
 _OFF_DEVICE = {"cpu", "meta", "disk"}
 
@@ -34,9 +34,9 @@ class Placement:
     Args:
         device_type: "cuda", "xpu" or "cpu".
         device_index: Index of the rank's device.
-        rank: The global one, since nodes may share a folder.
+        rank: The global rank, because nodes may share a folder.
         num_ranks: Number of ranks of the run.
-        shards: The model is sharded over the ranks, in place of a device map that splits it.
+        shards: The model is sharded over the ranks; a device map that splits it is then not used.
     """
 
     device_type: str
@@ -46,7 +46,7 @@ class Placement:
     shards: bool = False
 
     def patches(self) -> list[Patch]:
-        """Returns patches of functions that load models (not on CPU ranks) or write trained embeddings to a file."""
+        """Returns patches of functions that load models (except on CPU ranks) or write trained embeddings to a file."""
         loaders = {} if self.device_type == "cpu" else _LOADERS
         found = [Patch(target, supports, self._placed, optional=True) for target, supports in loaders.items()]
         if self.num_ranks > 1:
@@ -55,7 +55,7 @@ class Placement:
         return found
 
     def _placed(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Loads the model on the rank's device. A device map of card 0, or of all cards, is for one process."""
+        """Loads the model on the rank's device, in place of GPU 0 or of all GPUs, which are for one process."""
         given = kwargs.get("device_map")
         is_splitting, places = str(given) in _SPLITTING, _places(given)
         if self.shards and (is_splitting or (len(places) > 1 and not places & _OFF_DEVICE)):
@@ -63,11 +63,11 @@ class Placement:
             logger.info("device_map=%r is not used: FSDP2 divides each layer between the ranks", given)
         elif given is not None:
             kwargs["device_map"] = local_device_map(given, self.device_type, self.device_index)
-        # In one process such a map splits the model.
+        # In one process such a device map splits the model.
         if self.num_ranks > 1 and self.rank == 0 and not self.shards and is_splitting:
             logger.warning(
-                "device_map=%r does not split the model here: each rank loads the whole model on its own card. If it "
-                "does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
+                "device_map=%r does not split the model here: each rank loads the whole model on its own GPU. If it "
+                "does not fit, enable_multi_gpu(shard='auto') or shard='on' divides it between the ranks",
                 given,
             )
         with self._explained():
@@ -75,7 +75,7 @@ class Placement:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Adds memory figures and advice to the error about a model that the rank's device cannot hold."""
+        """Adds figures and advice to the error that is raised if the model does not fit the rank's device."""
         import torch
 
         from unsloth_multigpu.step.out_of_memory import explain, filled, loading_advice, num_refused
@@ -85,7 +85,7 @@ class Placement:
         try:
             yield
         except RuntimeError as error:
-            # transformers replaces errors during the conversion of weights by another one without a cause.
+            # If converting a weight fails, transformers raises another error, without the cause.
             if num_refused(device) > before:
                 hint = loading_advice(self.num_ranks, shards=self.shards)
                 explain(error, rank=self.rank, device=device, place=f"loading the model ({filled(device)})", hint=hint)
@@ -95,17 +95,17 @@ class Placement:
         """Writes one file per rank. In a shared file, which other ranks have mapped, it would change their weights."""
         given = inspect.signature(original).bind(*args, **kwargs)
         given.apply_defaults()
-        # The name as well: for a model in a folder, Unsloth writes into that folder.
+        # Also the name: for a model in a folder, Unsloth writes into that folder.
         given.arguments["name"] = f"{given.arguments['name']}_rank_{self.rank}"
         given.arguments["temporary_location"] = f"{given.arguments['temporary_location']}/rank_{self.rank}"
         return original(*given.args, **given.kwargs)
 
 
 def local_device_map(device_map: Any, device_type: str, device_index: int) -> Any:
-    """Translates the device map of a one-GPU script, as given to `from_pretrained`, to the rank's device.
+    """Translates the `device_map` of a one-GPU script to the rank's device.
 
     Returns:
-        `{"": device_index}` for maps of one accelerator, the map itself if it names the CPU.
+        `{"": device_index}`; the map itself if it names no device; a map with both for parts on the CPU or disk.
 
     Raises:
         ConfigError: The map names another device than the rank's.
@@ -118,7 +118,7 @@ def local_device_map(device_map: Any, device_type: str, device_index: int) -> An
     if len(on_device) > 1 or not on_device <= here:
         raise ConfigError(
             f"device_map={device_map!r} names other devices than this rank's, {device_type}:{device_index}.",
-            hint="Leave device_map out. Where the model does not fit one card, shard='auto' or shard='on' divides it.",
+            hint="Leave device_map out. If the model does not fit one GPU, shard='auto' or shard='on' divides it.",
         )
     if len(places) == 1:
         return {"": device_index}

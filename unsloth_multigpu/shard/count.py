@@ -1,7 +1,7 @@
-"""Counts the memory of a script's training by running its first step on fake tensors, replicated or sharded.
+"""Counts the memory that a script's training needs, by running its first step on fake tensors, sharded or not.
 
 The model, the collator, the Trainer's `training_step`, the optimizer and torch's `fully_shard` are the real ones.
-torch's fake process group, which sends nothing, replaces the other ranks.
+torch's fake process group stands for the other ranks, and sends nothing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from unsloth_multigpu.shard.fake import ByteCounter, fake_memory
 from unsloth_multigpu.shard.memory import WITHOUT_FORECAST, MemoryForecast, Mode, StepBytes, Training, forecast_of
 from unsloth_multigpu.shard.sharding import check_optimizer, check_versions, layers_of
 
-# Samples among which the longest one is searched.
+# At most this many samples are searched for the longest one.
 _MAX_SAMPLES = 20_000
-_PACKED = ("Params4bit", "Int8Params")
-# Set by accelerate's plugin, read by transformers when weights are loaded.
-_LOADS_IN_PARTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+_QUANTIZED = ("Params4bit", "Int8Params")
+# accelerate's FSDP plugin sets it, and transformers reads it when it loads weights.
+_RAM_EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def describe(trainer: Any, config: MultiGPUConfig | None = None, tokens: int | None = None) -> Training:
-    """Describes what `trainer.train()` would train with these options, None = the defaults.
+    """Returns the training that `trainer.train()` would run with these options (None = the defaults).
 
-    `tokens` is the length of the longest sample; None = that of the data set.
+    `tokens` is the length of the longest sample; None = as in the data set.
     """
     config = config or MultiGPUConfig()
     args, model = trainer.args, trainer.model
@@ -47,20 +47,20 @@ def describe(trainer: Any, config: MultiGPUConfig | None = None, tokens: int | N
     if trainer.optimizer is not None:
         optimizer = type(trainer.optimizer).__name__
     why, hint = only_whole = _only_whole(optimizer, config.sequence_parallel)
-    longest, source = _longest(trainer, tokens)
-    notes = [f"micro-batches of {args.per_device_train_batch_size} x {longest or '?'} tokens ({source})"]
+    num_tokens, source = _max_tokens(trainer, tokens)
+    notes = [f"micro-batches of {args.per_device_train_batch_size} x {num_tokens or '?'} tokens ({source})"]
     if why:
         notes.append(f"{why}. {hint}")
     return Training(
         model=type(base_model(model)).__name__,
         num_parameters=sum(map(_numel, parameters)),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        num_quantised=sum(_numel(p) for p in parameters if type(p).__name__ in _PACKED),
+        num_quantised=sum(_numel(p) for p in parameters if type(p).__name__ in _QUANTIZED),
         optimizer=optimizer,
         autocast={"bf16": "bfloat16", "fp16": "float16"}.get(str(trainer.accelerator.mixed_precision), ""),
         checkpointing=bool(args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False)),
         rows=args.per_device_train_batch_size,
-        tokens=longest,
+        tokens=num_tokens,
         accumulation=args.gradient_accumulation_steps,
         keeps_batch=config.keeps_global_batch,
         offload=config.shard_offload,
@@ -84,36 +84,36 @@ def _only_whole(optimizer: str, num_sharing: int) -> tuple[str, str]:
 
 
 def micro_batch(trainer: Any, training: Training, num_rows: int) -> Any:
-    """Returns a batch of the script's collator with `num_rows` rows: the longest sample, repeated, and the shortest.
+    """Returns what the script's collator makes of `num_rows` samples: the longest one, repeated, and the shortest.
 
-    The shortest sample makes the collator pad the batch.
+    The shortest one makes the collator pad the batch.
     """
     data, collator = trainer.train_dataset, trainer.data_collator
     if hasattr(data, "column_names"):
         data = trainer._remove_unused_columns(data, "training")
     else:
         collator = trainer._get_collator_with_removed_columns(collator, "training")
-    first, last = _ends(data)
-    longest = _with_tokens(first, training.tokens)
-    return collator([*[longest] * (num_rows - 1), last] if num_rows > 1 else [longest])
+    longest, shortest = _longest_and_shortest(data)
+    longest = _with_tokens(longest, training.tokens)
+    return collator([*[longest] * (num_rows - 1), shortest] if num_rows > 1 else [longest])
 
 
-def _longest(trainer: Any, tokens: int | None) -> tuple[int, str]:
-    """Returns the tokens of the longest sample, 0 = not known before it is collated, and the source of the number."""
+def _max_tokens(trainer: Any, tokens: int | None) -> tuple[int, str]:
+    """Returns the tokens of the longest sample (0 = not known before samples are collated), and where that is from."""
     data = trainer.train_dataset
     if tokens is not None:
-        if not _num_tokens(_ends(data)[0]):
+        if not _num_tokens(_longest_and_shortest(data)[0]):
             raise SetupError(f"tokens={tokens}, but the samples have no input_ids.", hint="Leave --tokens out.")
         return tokens, "as given"
-    longest = _num_tokens(_ends(data)[0]) if _has_numbers(data) else 0
-    if not longest:
+    num_tokens = _num_tokens(_longest_and_shortest(data)[0]) if _is_indexable(data) else 0
+    if not num_tokens:
         return 0, "the first samples, which the collator tokenizes"
     limit = getattr(trainer.args, "max_length", None) or getattr(trainer.args, "max_seq_length", None)
     of = f"the first {_MAX_SAMPLES}" if len(data) > _MAX_SAMPLES else len(data)
-    return min(longest, limit or longest), f"the longest of {of} samples"
+    return min(num_tokens, limit or num_tokens), f"the longest of {of} samples"
 
 
-def _has_numbers(data: Any) -> bool:
+def _is_indexable(data: Any) -> bool:
     """True if samples can be accessed by index."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
@@ -123,9 +123,9 @@ def _num_tokens(sample: Any) -> int:
     return 0 if ids is None else len(ids)
 
 
-def _ends(data: Any) -> tuple[Any, Any]:
+def _longest_and_shortest(data: Any) -> tuple[Any, Any]:
     """Returns the longest and the shortest sample, or the first two if lengths are not known."""
-    if not _has_numbers(data):
+    if not _is_indexable(data):
         stream = iter(data)
         first = next(stream)
         return first, next(stream, first)
@@ -135,16 +135,16 @@ def _ends(data: Any) -> tuple[Any, Any]:
     return data[lengths.index(max(lengths))], data[lengths.index(min(lengths))]
 
 
-def _with_tokens(sample: Any, longest: int) -> Any:
-    """Cuts or repeats the columns of a sample to `longest` tokens."""
+def _with_tokens(sample: Any, num_tokens: int) -> Any:
+    """Cuts or repeats the columns of a sample to `num_tokens` tokens."""
     length = _num_tokens(sample)
-    if not length or not longest:
+    if not length or not num_tokens:
         return sample
 
     def resized(column: Any) -> Any:
         if not hasattr(column, "__len__") or isinstance(column, str) or len(column) != length:
             return column
-        return [*column, *(column[i % length] for i in range(longest - length))][:longest]
+        return [*column, *(column[i % length] for i in range(num_tokens - length))][:num_tokens]
 
     return {name: resized(column) for name, column in sample.items()}
 
@@ -155,11 +155,11 @@ def _numel(parameter: Any) -> int:
     return int(torch.Size(parameter.shape if state is None else state.shape).numel())
 
 
-def forecasts(trainer: Any, training: Training, rows: Iterable[tuple[Mode, int]]) -> Iterator[MemoryForecast]:
-    """Yields the memory of a rank for each mode and number of ranks, before the Trainer's `train()`.
+def forecasts(trainer: Any, training: Training, cases: Iterable[tuple[Mode, int]]) -> Iterator[MemoryForecast]:
+    """Yields the memory of a rank for each mode and number of ranks. Called before the Trainer's `train()`.
 
     Raises:
-        SetupError: Its step cannot be run on fake tensors.
+        SetupError: The Trainer generates its samples, or its step cannot be run on fake tensors.
     """
     if generates_samples(trainer):
         raise SetupError(
@@ -167,10 +167,10 @@ def forecasts(trainer: Any, training: Training, rows: Iterable[tuple[Mode, int]]
             hint=WITHOUT_FORECAST,
         )
     counted: dict[tuple[int, int, int | None, int], StepBytes] = {}
-    for mode, num_ranks in rows:
+    for mode, num_ranks in cases:
         num_rows, accumulation = training.on_ranks(num_ranks)
         is_sharded = mode == "sharded"
-        # Gradients exist before the last pass if there are several. DDP's buckets keep them from step to step.
+        # Gradients exist before the last of several passes, and in DDP's buckets from the second step on.
         num_passes = 2 if accumulation > 1 or (num_ranks > 1 and not is_sharded) else 1
         num_sharing = training.num_sharing if num_ranks > 1 else 1
         key = (num_rows, num_passes, num_ranks if is_sharded else None, num_sharing)
@@ -191,14 +191,14 @@ def forecasts(trainer: Any, training: Training, rows: Iterable[tuple[Mode, int]]
 def count_step(
     trainer: Any, batch: Any, num_passes: int, num_ranks: int | None = None, num_sharing: int = 1
 ) -> StepBytes:
-    """Runs a step of a Trainer on fake tensors and counts its bytes.
+    """Runs a step of a Trainer on fake tensors and counts the bytes that it allocates.
 
     Args:
         trainer: A `transformers.Trainer` or subclass, before its `train()`. Its attributes are restored.
         batch: A micro-batch of a rank, from the script's collator.
-        num_passes: Forward and backward passes, of which the last one is counted.
-        num_ranks: Ranks over which `fully_shard` shards the model, as accelerate does; None = not sharded.
-        num_sharing: Ranks that share each sample, of which this is the first.
+        num_passes: Number of forward and backward passes. Only the last one is counted.
+        num_ranks: Number of ranks over which the model is sharded, as by accelerate; None = not sharded.
+        num_sharing: Number of ranks that share each sample. The step is that of the first one.
     """
     device, is_sharded = trainer.args.device, num_ranks is not None
     models = {name: value for name, value in vars(trainer).items() if isinstance(value, nn.Module)}
@@ -207,25 +207,25 @@ def count_step(
         stack.callback(vars(trainer).clear)
         mesh = None
         if num_ranks is not None:
-            stack.callback(os.environ.pop, _LOADS_IN_PARTS, None)
+            stack.callback(os.environ.pop, _RAM_EFFICIENT_LOADING, None)
             from torch.distributed.device_mesh import init_device_mesh
 
-            stack.enter_context(_alone_of(num_ranks))
+            stack.enter_context(_fake_group(num_ranks))
             mesh = init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
         counter = stack.enter_context(fake_memory(device))
-        vars(trainer).update(_copies(models, device, is_sharded=is_sharded))
+        vars(trainer).update(_fake_copies(models, device, is_sharded=is_sharded))
         if trainer.args.gradient_checkpointing:
             # As train() does.
             trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
         trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
         if mesh is not None:
-            _divide(trainer, mesh)
+            _shard(trainer, mesh)
         if trainer.optimizer is not None:
             trainer.optimizer = _same_optimizer(trainer.optimizer, models["model"], trainer.model)
         parts = [p for p in trainer.model.parameters() if hasattr(p, "_local_tensor")]
         before = StepBytes(counter.now, sum(map(_num_bytes, parts)), 0, 0, 0, 0)
         if num_sharing > 1:
-            batch = stack.enter_context(_shared(trainer, batch, num_sharing))
+            batch = stack.enter_context(_sample_sharing(trainer, batch, num_sharing))
         return _count_passes(trainer, batch, counter, before, num_passes)
 
 
@@ -236,7 +236,7 @@ def _count_passes(trainer: Any, batch: Any, counter: ByteCounter, before: StepBy
     (batch,), num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
     trainer.current_gradient_accumulation_steps = num_passes
     for number in range(1, num_passes + 1):
-        if before.divided:
+        if before.sharded:
             model.set_requires_gradient_sync(number == num_passes)
         if number == num_passes:
             counter.reset_peak()
@@ -246,7 +246,7 @@ def _count_passes(trainer: Any, batch: Any, counter: ByteCounter, before: StepBy
     optimizer.step()
     held = counter.now
     counter.reset_peak()
-    # A second step: the states exist now.
+    # In the second optimizer step, its states exist already.
     optimizer.step()
     update = counter.peak - held
     kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
@@ -256,8 +256,8 @@ def _count_passes(trainer: Any, batch: Any, counter: ByteCounter, before: StepBy
 
 
 @contextmanager
-def _alone_of(num_ranks: int) -> Iterator[None]:
-    """Creates a process group of `num_ranks` ranks, of which only this one exists."""
+def _fake_group(num_ranks: int) -> Iterator[None]:
+    """Opens a process group of `num_ranks` ranks within the context. Only rank 0 exists, and nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
@@ -268,11 +268,11 @@ def _alone_of(num_ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _shared(trainer: Any, batch: Any, num_ranks: int) -> Iterator[Any]:
-    """Makes the step that of the first of `num_ranks` ranks that share each sample; yields this rank's batch."""
+def _sample_sharing(trainer: Any, batch: Any, num_ranks: int) -> Iterator[Any]:
+    """Within the context, this is the first of `num_ranks` ranks that share each sample. Yields its part of it."""
     from unsloth_multigpu.step.sequence import SharedSequence
 
-    with _alone_of(num_ranks):
+    with _fake_group(num_ranks):
         group, _ = dist.new_subgroups(group_size=num_ranks)
         sequence = SharedSequence(trainer.model, group)
         sequence.is_on = True
@@ -280,13 +280,13 @@ def _shared(trainer: Any, batch: Any, num_ranks: int) -> Iterator[Any]:
             yield mine
 
 
-def _copies(models: dict[str, nn.Module], device: torch.device, *, is_sharded: bool) -> dict[str, nn.Module]:
-    """Copies models, which may be on the meta device, to fake tensors on `device`. Shared tensors stay shared."""
+def _fake_copies(models: dict[str, nn.Module], device: torch.device, *, is_sharded: bool) -> dict[str, nn.Module]:
+    """Copies models, also from the meta device, to fake tensors on `device`. Shared tensors stay shared."""
     made: dict[int, Any] = {}
     for model in models.values():
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in made:
-                made[id(tensor)] = _in_memory(tensor, device, is_sharded=is_sharded)
+                made[id(tensor)] = _fake_copy(tensor, device, is_sharded=is_sharded)
     copies = copy.deepcopy(models, made)
     for module in (module for model in copies.values() for module in model.modules()):
         state = getattr(getattr(module, "weight", None), "quant_state", None)
@@ -295,23 +295,23 @@ def _copies(models: dict[str, nn.Module], device: torch.device, *, is_sharded: b
     return copies
 
 
-def _in_memory(tensor: torch.Tensor, device: torch.device, *, is_sharded: bool) -> torch.Tensor:
-    """Returns a fake copy of a tensor. It is not one of bitsandbytes' parameter classes, which cannot be fake."""
+def _fake_copy(tensor: torch.Tensor, device: torch.device, *, is_sharded: bool) -> torch.Tensor:
+    """Returns a fake copy of a tensor, as a plain parameter: bitsandbytes' parameter classes cannot be fake."""
     kind = type(tensor).__name__
     if kind == "Params4bit":
-        return _in_4_bits(tensor, device, is_sharded=is_sharded)
+        return _quantized_copy(tensor, device, is_sharded=is_sharded)
     if kind == "Int8Params":
         raise SetupError("The memory of 8-bit weights cannot be forecast.", hint=WITHOUT_FORECAST)
-    # Not `empty_like`, which returns a real tensor for a real argument.
+    # Not `empty_like`: for a real tensor it returns a real one.
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _in_4_bits(weight: Any, device: torch.device, *, is_sharded: bool) -> nn.Parameter:
-    """Quantizes a fake weight by bitsandbytes. Shards are stored in a floating dtype, which FSDP2 needs."""
+def _quantized_copy(weight: Any, device: torch.device, *, is_sharded: bool) -> nn.Parameter:
+    """Returns a fake copy of a 4-bit weight; if it is to be sharded, in a floating-point dtype, which FSDP2 needs."""
     from bitsandbytes.functional import quantize_4bit
 
-    # Without a state it is not quantized yet.
+    # Without a `quant_state` the weight is not quantized yet.
     before = weight.quant_state or weight
     data, state = quantize_4bit(
         torch.empty(before.shape, dtype=before.dtype, device=device),
@@ -325,7 +325,7 @@ def _in_4_bits(weight: Any, device: torch.device, *, is_sharded: bool) -> nn.Par
     return parameter  # type: ignore[no-any-return]
 
 
-def _divide(trainer: Any, mesh: Any) -> None:
+def _shard(trainer: Any, mesh: Any) -> None:
     """Shards the model as accelerate does."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -352,7 +352,7 @@ def _divide(trainer: Any, mesh: Any) -> None:
 
 
 def _same_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, now: nn.Module) -> torch.optim.Optimizer:
-    """Returns an optimizer of the same class and groups for the model's copy."""
+    """Returns an optimizer of the same class with the same parameter groups, for the model's copy."""
     names = {id(parameter): name for name, parameter in before.named_parameters()}
     parameters = dict(now.named_parameters())
     groups = [

@@ -13,27 +13,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _ATEN = torch.ops.aten
-# dtypes of lengths, indices and masks, which keep their values. Single bytes are packed weights and sent data.
+# dtypes of lengths, indices and masks, which keep their values. 8-bit integers are weights or communication buffers.
 _INTEGERS = (torch.bool, torch.int16, torch.int32, torch.int64)
-# Operators that return indices which depend on missing values.
+# Operators that choose indices by values, which fake tensors do not have.
 _CHOICES = (_ATEN.topk, _ATEN.sort, _ATEN.argmax, _ATEN.argmin, _ATEN.argsort, _ATEN.multinomial, _ATEN.max, _ATEN.min)
-# Operators that accept a mask as index: the shape of the result depends on its values.
+# Operators that accept a mask as an index. Its values determine the shape of the result.
 _MASKED = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
 
 
 class ByteCounter(TorchDispatchMode):
     """Counts each storage of a device once, from the operation that allocates it until it is freed.
 
-    Of fake tensors, integers and masks computed from the batch keep their values, so that code that reads lengths,
-    padding or tokens takes the same branches as with real weights. Choices among missing values, such as the experts
-    of a token, are spread evenly.
+    What is computed from the batch alone, such as lengths and masks, keeps its values, so code that reads it takes the
+    same branches as in training. Indices that depend on missing values, such as a token's experts, are spread evenly.
 
     Args:
-        device: The device. Storages that existed before are not counted.
+        device: The device. Storages that exist already are not counted.
 
     Attributes:
-        now: Bytes that are allocated now.
-        peak: Maximum since `reset_peak`.
+        now: Number of bytes that are allocated now.
+        peak: Maximum of `now` since `reset_peak`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,11 +41,11 @@ class ByteCounter(TorchDispatchMode):
         self._device = device
         self._sizes: dict[int, int] = {}
         self._older: set[int] = set()
-        # FSDP2 keeps the storages of gathered weights, and frees their memory without an operation.
+        # FSDP2 resizes the storages of gathered weights to 0 bytes and back, by no operation that is seen here.
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def reset_peak(self) -> None:
-        """Sets the peak to the present value."""
+        """Sets `peak` to `now`."""
         self.peak = self.now
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +96,7 @@ class ByteCounter(TorchDispatchMode):
 
 @contextmanager
 def fake_memory(device: torch.device) -> Iterator[ByteCounter]:
-    """Within the context, new tensors are fake and counted."""
+    """Makes new tensors fake within the context, and counts their bytes."""
     with FakeTensorMode(allow_non_fake_inputs=True), ByteCounter(device) as counter:
         yield counter
 
@@ -114,12 +113,12 @@ def _run(function: Any, args: Any, kwargs: Any) -> Any:
         with unset_fake_temporarily():
             return function(*args, **kwargs)
     if function is _ATEN._local_scalar_dense.default:
-        # Single values are only logged.
+        # `tensor.item()`: taken to be for a log, so that any number will do.
         return False if fakes[0].dtype is torch.bool else 1.0 if fakes[0].dtype.is_floating_point else 1
     if function.overloadpacket is _ATEN.masked_select:
         function, args = _ATEN.index.Tensor, (args[0], [args[1]])
     if function.overloadpacket in _MASKED:
-        args = (args[0], _as_places(args[1]), *args[2:])
+        args = (args[0], _without_masks(args[1]), *args[2:])
     result = function(*args, **kwargs)
     if function.overloadpacket not in _CHOICES or not fakes:
         return result
@@ -137,17 +136,18 @@ def _makes_integers(function: Any, kwargs: Any) -> bool:
     return dtype in _INTEGERS or (dtype is None and function.overloadpacket is _ATEN.arange)
 
 
-def _as_places(indices: Any) -> list[Any]:
-    places: list[Any] = []
+def _without_masks(indices: Any) -> list[Any]:
+    """Replaces masks by the positions where they are true."""
+    positions: list[Any] = []
     for index in indices:
         is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor)
         with unset_fake_temporarily():
-            places.extend(index.nonzero(as_tuple=True) if is_mask else [index])
-    return places
+            positions.extend(index.nonzero(as_tuple=True) if is_mask else [index])
+    return positions
 
 
 def _num_choices(function: Any, args: Any, kwargs: Any) -> int:
-    """Returns the size of the dimension in which an operator chooses."""
+    """Returns the size of the dimension from which an operator chooses indices."""
     values = args[0]
     position = 2 if function.overloadpacket is _ATEN.topk else 1
     dim = kwargs.get("dim", args[position] if len(args) > position else None)
@@ -156,7 +156,7 @@ def _num_choices(function: Any, args: Any, kwargs: Any) -> int:
 
 
 def _spread(value: Any, num_choices: int) -> Any:
-    """Replaces fake indices by real ones in which each of `num_choices` elements occurs equally often."""
+    """Replaces fake indices by real ones, in which each of `num_choices` values occurs equally often."""
     if not isinstance(value, FakeTensor) or value.dtype is not torch.int64:
         return value
     with unset_fake_temporarily():

@@ -1,6 +1,6 @@
 """Forecasts the memory of a rank from the counted bytes of a step, and decides whether a model is sharded. Pure.
 
-The bytes of a step are counted, see `count`; docs/memory.md lists what is not counted.
+`count` counts the bytes. docs/memory.md lists what it leaves out.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ from unsloth_multigpu.words import GIB, in_gib
 Mode = Literal["ddp", "sharded"]
 # The fraction of a device's memory that must stay free, for fragmentation and errors of the forecast.
 RESERVE = 0.15
-# Memory of a device outside torch's allocator: the context with its kernels, and NCCL's buffers.
+# Memory of a device outside torch's allocator: the CUDA context with its kernels, and NCCL's buffers.
 CONTEXT_BYTES, NCCL_BYTES = GIB * 3 // 4, GIB // 2
-# The hint of errors of a forecast.
+# Hint of the errors about a forecast that cannot be made.
 WITHOUT_FORECAST = "shard='on' or shard='off' needs no forecast."
 
 
 @dataclass(frozen=True)
 class Training:
-    """The training of a script.
+    """What a script trains, and how.
 
     Args:
         model: Name of the model's class.
-        num_parameters: Elements of its parameters; a shared one counts once.
-        num_quantised: Elements that bitsandbytes has quantized.
+        num_parameters: Number of elements of its parameters; a shared parameter counts once.
+        num_trainable: Those of trainable parameters.
+        num_quantised: Those that bitsandbytes quantizes.
         optimizer: `TrainingArguments.optim`, or the class of the script's own optimizer.
         autocast: dtype of mixed precision; "" = none.
-        rows: Samples of a micro-batch.
-        tokens: Tokens of its longest sample; 0 = not known before samples are collated.
-        accumulation: Micro-batches of a step of one process.
-        keeps_batch: Several ranks share the samples of one process's step; False = each has as many.
+        checkpointing: Whether activations are checkpointed.
+        rows: Number of samples in a micro-batch.
+        tokens: Tokens of the longest sample; 0 = not known before samples are collated.
+        accumulation: Number of micro-batches in a step of one process.
+        keeps_batch: True = the ranks share the samples of one process's step; False = each rank has as many.
         offload: Shards are kept in host memory.
-        num_sharing: Ranks that share each sample, `sequence_parallel`; one process has whole ones.
+        num_sharing: Number of ranks that share each sample (`sequence_parallel`), if there are several.
         only_whole: Why the model cannot be sharded, and a hint; ("", "") = it can.
         notes: Assumptions, one sentence each.
     """
@@ -58,7 +60,7 @@ class Training:
     notes: Sequence[str] = ()
 
     def on_ranks(self, num_ranks: int) -> tuple[int, int]:
-        """Returns the rows of a micro-batch and the number of micro-batches for each of `num_ranks` ranks."""
+        """Returns the samples of a micro-batch, and the micro-batches of a step, on each of `num_ranks` ranks."""
         if not self.keeps_batch:
             return self.rows, self.accumulation
         samples = -(-self.rows * self.accumulation // self.num_groups(num_ranks))
@@ -66,20 +68,20 @@ class Training:
         return rows, -(-samples // rows)
 
     def num_groups(self, num_ranks: int) -> int:
-        """Among how many the samples of a step are dealt.
+        """Returns the number of groups among which samples are dealt. The ranks of a group share each sample.
 
         Raises:
-            SetupError: So many ranks cannot share samples.
+            SetupError: `num_ranks` is not a multiple of `num_sharing`.
         """
         if num_ranks > 1 and num_ranks % self.num_sharing:
             raise SetupError(
-                f"sequence_parallel={self.num_sharing}, and {num_ranks} ranks do not divide by it.",
-                hint=f"Ask for multiples of it: --gpus {self.num_sharing},{2 * self.num_sharing}.",
+                f"{num_ranks} ranks are not a multiple of sequence_parallel={self.num_sharing}.",
+                hint=f"Give multiples of it: --gpus {self.num_sharing},{2 * self.num_sharing}.",
             )
         return max(1, num_ranks // self.num_sharing)
 
     def has_samples(self, num_ranks: int) -> bool:
-        """True if a step has a sample for each rank or group. Otherwise the ranks refuse to train."""
+        """True if a step has a sample for each rank, or group of ranks. Otherwise the training is refused."""
         return not self.keeps_batch or self.rows * self.accumulation >= self.num_groups(num_ranks)
 
 
@@ -89,15 +91,15 @@ class StepBytes:
 
     Args:
         weights: Parameters and buffers.
-        divided: The sharded parameters among them.
+        sharded: The sharded parameters among them.
         gradients: Gradients after the backward pass.
         optimizer: Optimizer states.
-        peak: Peak of forward and backward, without weights and states.
-        update: Peak of the optimizer step, without weights, states and gradients.
+        peak: Peak of the forward and backward pass, without weights and optimizer states.
+        update: Peak of the optimizer step, without weights, optimizer states and gradients.
     """
 
     weights: int
-    divided: int
+    sharded: int
     gradients: int
     optimizer: int
     peak: int
@@ -112,9 +114,10 @@ class MemoryForecast:
         mode: "ddp" = every rank has the whole model; "sharded" = FSDP2 shards it.
         weights: Parameters and buffers.
         optimizer: Optimizer states.
-        activations: The rest at the peak: saved activations, gathered layers, or temporaries of the update.
-        overhead: Bytes outside torch's allocator, by what uses them.
-        host: This rank's bytes in host memory, with `shard_offload`.
+        gradients: Gradients after the backward pass.
+        activations: The rest at the peak: saved activations, gathered layers, or temporaries of the optimizer step.
+        overhead: Bytes outside torch's allocator, by their use.
+        host: Bytes of the rank in host memory, with `shard_offload`.
     """
 
     mode: Mode
@@ -133,29 +136,29 @@ class MemoryForecast:
 
     @property
     def total(self) -> int:
-        """Bytes of the device that are needed."""
+        """Bytes that are needed on the device."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.overhead_bytes
 
 
 def forecast_of(step: StepBytes, training: Training, mode: Mode, num_ranks: int) -> MemoryForecast:
     """Returns the memory of one of `num_ranks` ranks from the counted bytes of its step."""
     is_sharded = mode == "sharded"
-    moves = is_sharded and training.offload
+    is_offloaded = is_sharded and training.offload
     return MemoryForecast(
         mode=mode,
         num_ranks=num_ranks,
-        weights=step.weights - step.divided if moves else step.weights,
-        gradients=0 if moves else step.gradients,
-        optimizer=0 if moves else step.optimizer,
-        activations=max(0, step.peak - step.gradients, 0 if moves else step.update),
+        weights=step.weights - step.sharded if is_offloaded else step.weights,
+        gradients=0 if is_offloaded else step.gradients,
+        optimizer=0 if is_offloaded else step.optimizer,
+        activations=max(0, step.peak - step.gradients, 0 if is_offloaded else step.update),
         overhead={"context": CONTEXT_BYTES, **({"NCCL": NCCL_BYTES} if num_ranks > 1 else {})},
-        host=step.divided + step.gradients + step.optimizer + step.update if moves else 0,
+        host=step.sharded + step.gradients + step.optimizer + step.update if is_offloaded else 0,
     )
 
 
-def fits(wanted: MemoryForecast, device_bytes: int) -> bool:
+def fits(forecast: MemoryForecast, device_bytes: int) -> bool:
     """True if `RESERVE` of the device stays free."""
-    return wanted.total <= usable_bytes(device_bytes)
+    return forecast.total <= usable_bytes(device_bytes)
 
 
 def usable_bytes(device_bytes: int) -> int:
@@ -167,7 +170,7 @@ def decide(training: Training, forecasts: Sequence[MemoryForecast], device_bytes
     """Chooses DDP if it fits, else sharding.
 
     Args:
-        forecasts: DDP first; if that does not fit, also sharded.
+        forecasts: That of DDP; if it does not fit, also those of sharding.
         device_bytes: Memory of the smallest device.
 
     Returns:
@@ -176,21 +179,21 @@ def decide(training: Training, forecasts: Sequence[MemoryForecast], device_bytes
     Raises:
         SetupError: Neither fits.
     """
-    whole, *sharded = forecasts
+    ddp, *sharded = forecasts
     of = in_gib(device_bytes)
-    needs = f"DDP needs {in_gib(whole.total)} GiB of {of}"
-    if fits(whole, device_bytes):
+    needs = f"DDP needs {in_gib(ddp.total)} GiB of {of}"
+    if fits(ddp, device_bytes):
         return "ddp", f"{needs}: not sharded"
     why, hint = training.only_whole
     if why:
         raise SetupError(f"{needs}, and {why}.", hint=hint)
-    for parts in sharded:
-        needs += f", sharded over {parts.num_ranks} ranks {in_gib(parts.total)}"
-        if fits(parts, device_bytes):
+    for forecast in sharded:
+        needs += f", sharded over {forecast.num_ranks} ranks {in_gib(forecast.total)}"
+        if fits(forecast, device_bytes):
             return "sharded", f"{needs}: sharded"
     raise SetupError(
         f"{needs}; {in_gib(usable_bytes(device_bytes))} of {of} GiB can be used, the rest is a reserve.",
-        hint="Fewer or shorter samples in a micro-batch, gradient_checkpointing=True, load_in_4bit=True, an 8-bit "
-        "optimizer or shard_offload=True need less; `unsloth-multigpu plan --gpus 8,16,32` counts it for more GPUs; "
-        "shard='on' or 'off' trains without this check.",
+        hint="To need less, use fewer or shorter samples in a micro-batch, gradient_checkpointing=True, "
+        "load_in_4bit=True, an 8-bit optimizer or shard_offload=True. `unsloth-multigpu plan --gpus 8,16,32` forecasts "
+        "more GPUs. shard='on' or 'off' trains without this check.",
     )

@@ -1,8 +1,8 @@
 """Forecasts the memory of a script's training, in a child process that loads no weights and ends at `train()`.
 
-The child runs the user's own command. An environment variable names the tool below. With it `enable_multi_gpu()` starts
-no ranks, models are created on the meta device, and `Trainer.train` counts the first step, writes the forecasts and
-ends the process.
+The child runs the user's own command. An environment variable tells it to use `Probe`, the tool below. Then
+`enable_multi_gpu()` starts no ranks, models are created on the meta device, and `Trainer.train` counts the first step,
+writes the forecasts and ends the process.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ logger = get_logger(__name__)
 DEFAULT_LIMIT_S = 600.0
 _LOG_LINES = 15
 _TRANSFORMERS = "transformers>=4.57,<6"
-# Arguments of from_pretrained that concern the model and not its configuration.
-_OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")
-# Arguments of `_from_config`, in addition to those of the model's `__init__`.
-_OF_MODEL = ("attn_implementation", "experts_implementation")
+# Arguments of from_pretrained that are not attributes of the configuration.
+_WEIGHT_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
+# Arguments of `_from_config` that the model's `__init__` does not have.
+_MODEL_ARGUMENTS = ("attn_implementation", "experts_implementation")
 
 
 @dataclass(frozen=True)
 class Question:
-    """The forecasts that are wanted.
+    """The forecasts that are requested.
 
     Args:
-        rows: Modes and numbers of ranks. Sharded ones are left out if the optimizer cannot train shards.
-        tokens: Tokens of the longest sample; None = that of the data set.
-        device_bytes: Memory of one device; None = that of the smallest one of this machine.
-        is_choice: Stop at the first row that fits. CPU ranks share the memory of the machine.
+        cases: Modes and numbers of ranks. Sharded ones are left out if the model cannot be sharded.
+        tokens: Tokens of the longest sample; None = as in the data set.
+        device_bytes: Memory of a device; None = that of the smallest device of this machine.
+        is_choice: Stop at the first case that fits. Without devices, the ranks share the machine's memory equally.
     """
 
-    rows: Sequence[tuple[Mode, int]]
+    cases: Sequence[tuple[Mode, int]]
     tokens: int | None = None
     device_bytes: int | None = None
     is_choice: bool = False
@@ -69,9 +69,9 @@ class Answer:
     """The forecasts of a script.
 
     Args:
-        forecasts: Forecasts of the rows.
-        devices: Total bytes of each accelerator of this machine.
-        device_bytes: Memory of one device; None = not known.
+        forecasts: One for each case.
+        devices: Total memory of each device of this machine, in bytes.
+        device_bytes: Memory of a device with which forecasts are compared; None = not known.
     """
 
     training: Training
@@ -85,7 +85,7 @@ def ask(
 ) -> Answer:
     """Runs a script up to its first `train()` and returns its forecasts. Its output is not shown.
 
-    `environment` has all variables of the script.
+    `environment` has all environment variables of the script.
 
     Raises:
         SetupError: The script does not reach `train()`, or its step cannot be counted.
@@ -112,7 +112,7 @@ def ask(
 
 
 def _no_answer(code: int, log: Path) -> SetupError:
-    """Returns the error about a script that has ended before `train()`, with its last lines."""
+    """Returns the error for a script that has ended before `train()`, with the last lines of its output."""
     lines = shown_lines(log.read_text(encoding="utf-8", errors="replace"))[-_LOG_LINES:]
     shown = "".join(f"\n  | {line}" for line in lines)
     hint = (
@@ -120,7 +120,7 @@ def _no_answer(code: int, log: Path) -> SetupError:
         "before transformers is imported."
     )
     if code == -signal.SIGKILL:
-        hint = "Models that the script builds without from_pretrained are in this machine's memory."
+        hint = "A model that the script builds without from_pretrained has its weights in this machine's memory."
     return SetupError(
         f"The script {how_ended(code)} before train() of a transformers Trainer; its memory cannot be forecast.{shown}",
         hint=f"{hint} {WITHOUT_FORECAST}",
@@ -128,7 +128,7 @@ def _no_answer(code: int, log: Path) -> SetupError:
 
 
 def choose_shard(command: Sequence[str], environment: Mapping[str, str], config: MultiGPUConfig, num_ranks: int) -> str:
-    """Decides shard="auto" by a forecast of the script: DDP if it fits the devices of `num_ranks` ranks, else sharding.
+    """Decides shard="auto" by a forecast of the script: DDP if it fits the devices, else sharding over `num_ranks`.
 
     Returns:
         The value of `shard`: "on" or "off".
@@ -139,13 +139,13 @@ def choose_shard(command: Sequence[str], environment: Mapping[str, str], config:
     """
     if config.nnodes != 1:
         raise SetupError(
-            "shard='auto' is decided on one machine, and this run has several nodes.",
+            "shard='auto' works on one node only, and this run has several nodes.",
             hint="Set shard='on' or shard='off'.",
         )
-    logger.info("shard=auto: runs the script up to train() without weights, to count the memory of its first step")
+    logger.info("shard=auto: running the script up to train(), without weights, to count the memory of its first step")
     modes: tuple[Mode, ...] = ("ddp", "sharded") if num_ranks > 1 else ("ddp",)
-    rows = tuple((mode, num_ranks) for mode in modes)
-    answer = ask(command, environment, Question(rows, is_choice=True))
+    cases = tuple((mode, num_ranks) for mode in modes)
+    answer = ask(command, environment, Question(cases, is_choice=True))
     assert answer.device_bytes is not None
     mode, text = decide(answer.training, answer.forecasts, answer.device_bytes)
     logger.info("shard=auto: %s", text)
@@ -168,7 +168,7 @@ class Probe(Tool):
         if self._config is None:
             PatchRegistry(meta_patches()).apply()
         self._config = config
-        # One process. Before its train() a script meets these options only.
+        # There is one process. Only these options have an effect before train().
         kept = {name: getattr(config, name) for name in ("device", "global_batch", "batch_size_per_gpu")}
         return MultiGPUConfig(num_gpus=1, **kept)
 
@@ -185,12 +185,12 @@ class Probe(Tool):
         from unsloth_multigpu.shard.count import describe, forecasts
 
         asked, devices = self._question, _devices()
-        of_rank = psutil.virtual_memory().total // asked.rows[0][1] if asked.is_choice else None
-        device_bytes = asked.device_bytes or min(devices, default=of_rank)
+        host_share = psutil.virtual_memory().total // asked.cases[0][1] if asked.is_choice else None
+        device_bytes = asked.device_bytes or min(devices, default=host_share)
         training = describe(trainer, self._config, asked.tokens)
-        rows = [row for row in asked.rows if row[0] == "ddp" or not training.only_whole[0]]
+        cases = [case for case in asked.cases if case[0] == "ddp" or not training.only_whole[0]]
         found = []
-        for forecast in forecasts(trainer, training, rows):
+        for forecast in forecasts(trainer, training, cases):
             found.append(forecast)
             if asked.is_choice and device_bytes is not None and fits(forecast, device_bytes):
                 break
@@ -198,7 +198,7 @@ class Probe(Tool):
 
 
 def _devices() -> tuple[int, ...]:
-    """Returns the total bytes of each accelerator that torch sees in this process."""
+    """Returns the total memory, in bytes, of each device that torch sees in this process. The CPU is not among them."""
     import torch
 
     from unsloth_multigpu.group.manager import find_accelerator
@@ -209,10 +209,7 @@ def _devices() -> tuple[int, ...]:
 
 
 def leave_process() -> NoReturn:
-    """Ends the process with exit code 0, not by SystemExit, which the script may catch.
-
-    Exit handlers are called: they close the process group and end data loading workers.
-    """
+    """Runs exit handlers, and ends the process with code 0, not by SystemExit, which the script might catch."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -220,27 +217,27 @@ def leave_process() -> NoReturn:
 
 
 def meta_patches() -> list[Patch]:
-    """Returns patches of functions that a script calls before `train()` and that would read or move weights."""
+    """Returns patches of functions that would read, write or move weights, or check this process's devices."""
     modeling = "transformers.modeling_utils:PreTrainedModel"
     optional = functools.partial(Patch, optional=True)
     return [
         Patch(f"{modeling}.from_pretrained", _TRANSFORMERS, _from_configuration),
-        Patch(f"{modeling}.cuda", _TRANSFORMERS, _unmoved),
-        Patch(f"{modeling}.to", _TRANSFORMERS, _unmoved),
-        optional("peft.peft_model:PeftModel.to", "peft>=0.18", _unmoved),
-        # Both read values of an embedding, which are missing: for new rows, and to find untrained ones.
+        Patch(f"{modeling}.cuda", _TRANSFORMERS, _cast_only),
+        Patch(f"{modeling}.to", _TRANSFORMERS, _cast_only),
+        optional("peft.peft_model:PeftModel.to", "peft>=0.18", _cast_only),
+        # Both read an embedding, which has no values here: to initialize new rows, and to find untrained ones.
         optional(f"{modeling}._init_added_embeddings_weights_with_mean", _TRANSFORMERS, lambda *_, **__: None),
         optional("unsloth_zoo.tokenizer_utils:fix_untrained_tokens", "unsloth_zoo>=2026.10.7", lambda *_, **__: None),
-        # The training is planned for other devices than this process has.
+        # The devices for which the memory is forecast may be others than this process has.
         optional("transformers.training_args:is_torch_bf16_gpu_available", _TRANSFORMERS, lambda *_, **__: True),
-        optional("bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module", "bitsandbytes>=0.46", _hands_state),
-        optional("triton.runtime.jit:JITFunction.run", "triton>=3", _skips_without_values),
-        optional("triton.runtime.autotuner:Autotuner.run", "triton>=3", _skips_without_values),
+        optional("bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module", "bitsandbytes>=0.46", _pass_state),
+        optional("triton.runtime.jit:JITFunction.run", "triton>=3", _skip_without_values),
+        optional("triton.runtime.autotuner:Autotuner.run", "triton>=3", _skip_without_values),
     ]
 
 
 def _from_configuration(original: Callable[..., Any], /, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Creates the model without weights."""
+    """Replaces `from_pretrained`: creates the model from its configuration, on the meta device."""
     name = args[0] if args else kwargs.pop("pretrained_model_name_or_path")
     if kwargs.get("gguf_file"):
         raise SetupError(f"{name}: the memory of a GGUF file cannot be forecast.", hint=WITHOUT_FORECAST)
@@ -249,15 +246,15 @@ def _from_configuration(original: Callable[..., Any], /, cls: Any, *args: Any, *
     config.name_or_path = str(name)
     quantizer = _quantizer(config, kwargs.pop("quantization_config", None), kwargs)
     dtype = _dtype(config, kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None), quantizer)
-    # The other arguments are about files and devices, and do not apply to a model without weights.
-    taken = {*_OF_MODEL, *inspect.signature(cls.__init__).parameters}
+    # The other arguments are about files and devices, of which a model on the meta device has none.
+    taken = {*_MODEL_ARGUMENTS, *inspect.signature(cls.__init__).parameters}
     kwargs = {name: value for name, value in kwargs.items() if name in taken}
     model = make_model(cls, config, dtype, quantizer, **kwargs)
     return (model, {}) if wants_info else model
 
 
 def make_model(cls: Any, config: Any, dtype: Any, quantizer: Any, **kwargs: Any) -> Any:
-    """Creates a model on the meta device, with the quantized layers of transformers' `HfQuantizer`, if there is one."""
+    """Creates a model on the meta device, with quantized layers if transformers' `HfQuantizer` is given."""
     import torch
 
     with torch.device("meta"):
@@ -271,20 +268,20 @@ def make_model(cls: Any, config: Any, dtype: Any, quantizer: Any, **kwargs: Any)
 
 
 def _configuration(cls: Any, name: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the model's configuration, and the arguments that are not part of it."""
+    """Returns the model's configuration, and the arguments that do not belong to it."""
     given = kwargs.pop("config", None)
     if hasattr(given, "to_dict"):
         config = copy.deepcopy(given)
         if "attn_implementation" in kwargs:
             config._attn_implementation = kwargs.pop("attn_implementation")
         return config, kwargs
-    others = {key: value for key, value in kwargs.items() if key not in _OF_WEIGHTS}
+    others = {key: value for key, value in kwargs.items() if key not in _WEIGHT_ARGUMENTS}
     config, unused = cls.config_class.from_pretrained(given or name, return_unused_kwargs=True, **others)
-    return config, {**unused, **{key: kwargs[key] for key in _OF_WEIGHTS if key in kwargs}}
+    return config, {**unused, **{key: kwargs[key] for key in _WEIGHT_ARGUMENTS if key in kwargs}}
 
 
 def _quantizer(config: Any, asked: Any, kwargs: dict[str, Any]) -> Any:
-    """Returns transformers' quantizer, which replaces layers; None without quantization."""
+    """Returns the `HfQuantizer` that transformers would use; None without quantization."""
     from transformers.quantizers import AutoHfQuantizer
 
     bits = {name: kwargs.pop(name) for name in ("load_in_4bit", "load_in_8bit") if name in kwargs}
@@ -322,8 +319,8 @@ def _dtype(config: Any, dtype: Any, torch_dtype: Any, quantizer: Any) -> Any:
     return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
 
 
-def _unmoved(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Applies a dtype and ignores devices: tensors without values cannot be moved."""
+def _cast_only(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Casts to the given dtype and ignores devices: tensors without values cannot be moved."""
     import torch
 
     if not any(p.is_meta for p in self.parameters()):
@@ -332,14 +329,14 @@ def _unmoved(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: A
     return original(self, dtypes[0]) if dtypes else self
 
 
-def _hands_state(original: Callable[..., Any], /, module: Any) -> None:
-    """Hands the quantization state on: bitsandbytes' parameter class cannot hold a tensor without values."""
+def _pass_state(original: Callable[..., Any], /, module: Any) -> None:
+    """Passes the layer's `quant_state` to its weight: a fake weight is not of bitsandbytes' parameter class."""
     if getattr(module.weight, "quant_state", None) is None:
         module.weight.quant_state = module.quant_state
 
 
-def _skips_without_values(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Skips a kernel that would write to tensors without values, which have no memory."""
+def _skip_without_values(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Skips a Triton kernel if an argument is a fake tensor, which has no memory to read or write."""
     from unsloth_multigpu.shard.fake import has_no_values
 
     return None if has_no_values(args, kwargs) else original(self, *args, **kwargs)

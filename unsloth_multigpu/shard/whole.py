@@ -1,4 +1,4 @@
-"""Saves a sharded model as a whole one: its complete weights, and its own class."""
+"""Lets a sharded model be saved like one that is not sharded: with complete weights, and under its own class."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch import nn
 from unsloth_multigpu.group.shards import class_of, reshard, whole_of
 
 
-def whole_state(model: nn.Module) -> dict[str, Any]:
-    """Returns the state dict of a sharded model with complete tensors on the CPU; empty on ranks above 0. Collective.
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Returns the full state dict of a sharded model, on the CPU of rank 0; empty on the other ranks. Collective.
 
-    For a model with adapters it has what PEFT may save with them, without the base.
+    For a model with adapters it has only what PEFT may save with them, and not the base model.
     """
     import torch.distributed as dist
 
     reshard(model)
-    # A model inside PEFT's has a PEFT config, too, but saves all weights.
+    # The model inside a PeftModel has a PEFT configuration, too, but saves all weights.
     is_peft = "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
     saves_adapters = is_peft or getattr(model, "_hf_peft_config_loaded", False)
     is_saved = _belongs_to_adapters(model) if saves_adapters else lambda name, tensor: True
     state: dict[str, Any] = {}
-    # In the same order on all ranks. One tensor at a time is complete on the devices.
+    # All ranks gather in the same order, one tensor at a time, so that a device holds one complete tensor.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and is_saved(name, tensor):
             whole = whole_of(tensor.detach())
             if dist.get_rank() == 0:
                 state[name] = whole.cpu()
-    return tied_again(model, state)
+    return with_tied_weights(model, state)
 
 
-def tied_again(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state dict with one tensor per weight, where a tied weight was gathered once for each name.
+def with_tied_weights(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a gathered state dict in which all names of a tied weight have the same tensor.
 
-    Savers find tied names by that, and write the first one.
+    Each name was gathered as a tensor of its own. Savers recognize tied names by that, and write the first one.
     """
     first: dict[int, str] = {}
     tied = {}
@@ -49,18 +49,18 @@ def tied_again(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def own_class(model: nn.Module) -> Iterator[None]:
-    """Gives a model its class before `fully_shard` within the context: libraries identify models by its name."""
-    engines = type(model)
+def original_class(model: nn.Module) -> Iterator[None]:
+    """Within the context, a model has the class from before `fully_shard`, by whose name libraries identify models."""
+    fsdp_class = type(model)
     model.__class__ = class_of(model)
     try:
         yield
     finally:
-        model.__class__ = engines
+        model.__class__ = fsdp_class
 
 
 def _belongs_to_adapters(model: Any) -> Callable[[str, torch.Tensor], bool]:
-    """Returns a function that is true for trainable weights, for all adapters and for the embeddings."""
+    """Returns a function that is true for trainable weights, adapters, embeddings and the head."""
     parts = {"modules_to_save", *model.peft_config}
     getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
     ends = {id(getattr(getter(), "weight", None)) for getter in getters if getter is not None}
