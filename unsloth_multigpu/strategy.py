@@ -14,14 +14,14 @@ from unsloth_multigpu.option_type import Option, brief, did_you_mean, either, op
 
 @dataclass(frozen=True)
 class Strategy:
-    """Base of all strategies. `str(strategy)` has its name and the options that differ from their defaults.
+    """Base of all strategies. `str(strategy)` is its text: the name, and the options that differ from their defaults.
 
-    The docstring of each begins with what ranks send to each other.
+    The docstring of each begins with what ranks exchange.
 
     Args:
-        name: Name in texts.
-        is_synchronous: All ranks make each optimizer step together, so that their weights are equal after it.
-        has_one_gradient: Every rank has the global gradient before it steps.
+        name: Name in the text.
+        is_synchronous: Ranks synchronize in every optimizer step, so that their weights are equal after it.
+        has_one_gradient: Every rank has the mean gradient of all ranks before the optimizer step.
     """
 
     name: ClassVar[str]
@@ -39,7 +39,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """Averaged gradients, during the backward pass (torch's DistributedDataParallel): those of one GPU."""
+    """Gradients, averaged during the backward pass by torch's DistributedDataParallel. They are those of one GPU."""
 
     name = "ddp"
     has_one_gradient = True
@@ -47,7 +47,7 @@ class DDP(Strategy):
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """Averaged gradients, after the backward pass: those of one GPU."""
+    """Gradients, averaged after the backward pass. They are those of one GPU."""
 
     name = "allreduce"
     has_one_gradient = True
@@ -55,14 +55,14 @@ class AllReduce(Strategy):
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Gradients to rank 0, which makes the optimizer step; updated weights back. The gradients are those of one GPU."""
+    """Gradients to rank 0, which makes the optimizer step, and weights back. The gradients are those of one GPU."""
 
     name = "parameter_server"
 
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Averaged trainable weights, every few steps; in between each rank trains by itself.
+    """Trainable weights, averaged every few steps. In between, each rank trains by itself.
 
     Args:
         every_steps: Optimizer steps between two synchronizations.
@@ -76,7 +76,7 @@ class LocalSGD(Strategy):
 
 @dataclass(frozen=True)
 class DiLoCo(LocalSGD):
-    """Changes of the weights since the last synchronization, every few steps; an outer step applies their mean.
+    """Changes of the weights, averaged every few steps. An outer step applies the mean to the last common weights.
 
     Args:
         every_steps: Optimizer steps between two synchronizations.
@@ -97,7 +97,8 @@ def read_strategy(shown: str, value: Any) -> Strategy:
     """Converts the value of the option `strategy`: a strategy, or its text `NAME` or `NAME:OPTION=VALUE,OPTION=VALUE`.
 
     Raises:
-        ConfigError: An unknown strategy, an option that it does not have, or an invalid value. It names `shown`.
+        ConfigError: An unknown strategy, an option that it does not have, or an invalid value. `shown` is the option's
+            name in the message.
     """
     if type(value) in STRATEGIES.values():
         return value  # type: ignore[no-any-return]
@@ -111,9 +112,9 @@ def read_strategy(shown: str, value: Any) -> Strategy:
     for part in rest.split(",") if rest else ():
         key, _, text = (p.strip() for p in part.partition("="))
         if key not in known or key in given:
-            what = "is given twice" if key in given else f"is not an option of {name}"
+            problem = "is given twice" if key in given else f"is not an option of {name}"
             hint = f"{did_you_mean(key, {k: k for k in known})}Options of {name}: {', '.join(known) or 'none'}."
-            raise ConfigError(f"{shown}={brief(value)}; {key!r} {what}.", hint=hint)
+            raise ConfigError(f"{shown}={brief(value)}; {key!r} {problem}.", hint=hint)
         given[key] = known[key].parse(text)
     try:
         return STRATEGIES[name](**given)

@@ -49,12 +49,12 @@ def test_trainer_is_left_as_it_was(results):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("dpo", "cannot train DPOTrainer, whose rows belong together"),
+        ("dpo", "cannot train DPOTrainer, whose loss may depend on several rows"),
         ("hooked", "cannot train weights with hooks"),
         ("schedule_free", "cannot train a schedule-free optimizer, which keeps other weights for an evaluation"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(results, kind, message):
+def test_what_cannot_be_split_is_refused(results, kind, message):
     assert message in results["refused"][kind]
     assert "Hint: Leave enable_ddp=False" in results["refused"][kind]
 

@@ -74,13 +74,13 @@ def test_half_precision_travels_as_float32_and_comes_back():
     before = copy.deepcopy(model)
     arrays = state_of(model)
     assert {array.dtype for array in arrays.values()} == {"float32", "float64"}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    for parameter in model.parameters():
+        parameter.data.zero_()
     assert float(to_tensor(arrays["0.weight"]).abs().sum()) > 0  # A copy, not the model's own memory.
     write_arrays(exchanged_tensors(model), arrays)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in before.parameters()]
+    assert not is_quantized(nn.ParameterList([*model.parameters(), torch.zeros(2, dtype=torch.complex64)]))
 
 
 @pytest.mark.parametrize(

@@ -78,15 +78,15 @@ def start(app):
     return ask(app, "query.initial")["arrays"]
 
 
-def test_initial_state_is_the_same_in_every_process_and_names_what_travels(app):
+def test_initial_state_is_the_same_in_every_process_also_after_a_training_and_names_what_travels(app):
     first, again = ask(app, "query.initial"), ask(make_client_app(builder, train, seed=3), "query.initial")
     assert same(tensors(first), tensors(again))
-    other = ask(make_client_app(builder, train, seed=4), "query.initial")
-    assert not same(tensors(first), tensors(other))
-    assert list(first["arrays"]) == [
-        *("1.weight", "1.bias", "3.weight", "3.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked")
-    ]
-    assert first["config"]["buffers"] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    ask(app, "train", first["arrays"])
+    assert same(tensors(first), tensors(ask(app, "query.initial")))
+    assert not same(tensors(first), tensors(ask(make_client_app(builder, train, seed=4), "query.initial")))
+    parameters = ["1.weight", "1.bias", "3.weight", "3.bias"]
+    buffers = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert (list(first["arrays"]), first["config"]["buffers"]) == (parameters + buffers, buffers)
     assert first["config"]["adapter_config"] == ""
 
 

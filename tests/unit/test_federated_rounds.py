@@ -24,7 +24,7 @@ from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
 from unsloth_multigpu.federated.flower_strategy import check_strategy, checked_strategy, make_strategy
 from unsloth_multigpu.federated.rounds import rounds_in
 from unsloth_multigpu.federated.server import FitOptions, ServerOptions
-from unsloth_multigpu.federated.training import FederatedServer, Start, Training
+from unsloth_multigpu.federated.training import FederatedServer, InitialState, Training
 
 START = {
     "weight": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3),
@@ -88,8 +88,8 @@ def make_training(strategy, num_rounds=2, grid=None, *, output_dir=None, min_suc
     grid = grid or grid_of()
     fit = FitOptions(grid.num_clients, num_rounds, config, folder, resume, min_success, 5.0)
     arrays = ArrayRecord({name: Array(value) for name, value in START.items()})
-    start = Start(arrays, frozen=ArrayRecord(), buffers=("running_var", "num_batches_tracked", "seen"))
-    return Training(server, grid, fit, start)
+    initial = InitialState(arrays, frozen=ArrayRecord(), buffers=("running_var", "num_batches_tracked", "seen"))
+    return Training(server, grid, fit, initial)
 
 
 def run(*args, **options):
@@ -135,7 +135,7 @@ def test_draw_of_clients_is_repeatable_and_leaves_the_random_state_alone():
 
 
 def test_failed_client_is_left_out_and_named():
-    result = run(make_strategy("fedavg", {}), 2, grid_of(failing({2}, 1)), evaluate_fn=None)
+    result = run(make_strategy("fedavg", {"weighted_by_key": "loss"}), 2, grid_of(failing({2}, 1)), evaluate_fn=None)
     assert result.rounds[0].failures == ("left out: client 2: no luck",)
     assert result.rounds[0].num_examples == 1 + 2 + 4
     assert result.rounds[1].failures == ()
@@ -225,7 +225,7 @@ def test_state_of_a_strategy_is_kept_and_what_cannot_be_is_named(tmp_path, caplo
     strategy.cache, strategy.seen = object(), {(1, "a"): b"\x00", 2: np.float32(0.5)}
     with caplog.at_level(logging.WARNING, "unsloth_multigpu"):
         run(strategy, 2, output_dir=tmp_path)
-    told = "not saved, so a resumed training starts with its initial value: FedAvg.cache"
+    told = "not saved, so a resumed training begins with the initial value: FedAvg.cache"
     assert [message for message in caplog.messages if "FedAvg.cache" in message] == [told]
     strategy.seen = {}
     run(strategy, 2, output_dir=tmp_path)
@@ -246,7 +246,7 @@ def test_other_settings_are_refused_by_name(tmp_path):
         run(strategy, 1, output_dir=tmp_path)
     training = make_training(strategy, 2, output_dir=tmp_path)
     adapter = json.dumps({"name": "default", "config": {"lora_alpha": 16}})
-    training._known_start = dataclasses.replace(training._known_start, adapter_config=adapter)
+    training._known_initial = dataclasses.replace(training._known_initial, adapter_config=adapter)
     with pytest.raises(ResumeError, match="was written with lora_alpha=None, this training has 16"):
         training.run()
 

@@ -75,7 +75,7 @@ def test_argument_that_cannot_be_used_is_named_at_once(options, fact):
     ("options", "fact"),
     [
         ({"num_clients": 0}, "num_clients=0; expected a whole number of at least 1"),
-        ({"min_success": float("nan")}, "min_success=nan; expected a share from 0 to 1"),
+        ({"min_success": float("nan")}, "min_success=nan; expected a fraction from 0 to 1"),
         ({"round_timeout_s": 0}, "round_timeout_s=0; expected a number of at least 0.001"),
         ({"config": [1]}, r"config=\[1\]; expected a mapping"),
         ({"config": {"sizes": [1, 2.0]}}, r"config=.*sizes.*; expected a mapping"),

@@ -158,9 +158,9 @@ def test_weight_is_that_of_the_batch_that_was_yielded(caplog):
     # Workers are steps ahead.
     loader = loaders(15, 4, 2, num_workers=1)[0]
     assert [(len(batch), loader.loss_weight) for batch in loader] == [(2, 1.0), (2, 1.0), (2, 1.0), (2, 4 / 3)]
-    assert caplog.messages[-1].startswith("some steps are 2 + 1 samples: multiply the loss")
+    assert caplog.messages[-1].startswith("ranks have 2 + 1 samples in some steps: multiply the loss")
     loaders(12, 5, 2)
-    assert caplog.messages[-1].startswith("some steps are 3 + 2 samples")
+    assert caplog.messages[-1].startswith("ranks have 3 + 2 samples in some steps")
     # Rank 0 alone tells: in one line of each call.
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     caplog.clear()

@@ -1,4 +1,4 @@
-"""The program of a slot's process: runs one client after the other by Flower's ClientApp."""
+"""The program of a slot's process: runs clients one after the other with Flower's ClientApp."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from flwr.clientapp import ClientApp
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.wire.child import connect_to_parent
 
-# Errors of a client's functions. sys.exit() ends the client, not the slot; Ctrl-C ends the slot.
-_OF_CLIENT = (Exception, SystemExit)
+# What a client's functions may raise. sys.exit() ends the client and not the slot; Ctrl-C ends the slot.
+_CLIENT_ERRORS = (Exception, SystemExit)
 
 
 def main() -> None:
-    """Runs this process as a slot until the server is gone."""
+    """Runs this process as a slot until the server ends."""
     server = connect_to_parent()
     threading.Thread(target=_end_with_server, args=(int(sys.argv[2]),), daemon=True).start()
     # Otherwise DataLoader workers would keep the socket open, and could write to it.
     os.register_at_fork(after_in_child=server.close)
-    kind, sys.argv[:], packed = _receive(server)
-    app = _load(server, kind, packed)
+    device_type, sys.argv[:], pickled = _receive(server)
+    app = _load(server, device_type, pickled)
     while True:
-        _send(server, *run_client(app, kind, *_receive(server)))
+        _send(server, *run_client(app, device_type, *_receive(server)))
 
 
-def run_client(app: ClientApp, kind: str, message: Message, context: Context) -> tuple[Any, ...]:
-    """Runs one client on the slot's device of this kind.
+def run_client(app: ClientApp, device_type: str, message: Message, context: Context) -> tuple[Any, ...]:
+    """Runs one client on the slot's device.
 
-    Returns ("done", reply, peak bytes), ("failed", error in one line, traceback), or ("unusable", error) if the device
-    does not work any more.
+    Returns ("done", reply, peak of reserved bytes), ("failed", error in one line, traceback), or ("unusable", error) if
+    the device does not work any more.
     """
-    device = None if kind == "cpu" else getattr(torch, kind)
+    backend = None if device_type == "cpu" else getattr(torch, device_type)
     try:
-        if device is not None:
-            # Free the memory of the client before: a Trainer is a reference cycle, and torch caches freed memory.
+        if backend is not None:
+            # Frees memory of the previous client: a Trainer is a reference cycle, and torch caches freed memory.
             gc.collect()
-            device.empty_cache()
-            device.reset_peak_memory_stats()
+            backend.empty_cache()
+            backend.reset_peak_memory_stats()
         reply = app(message, context)
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned {type(reply).__name__}, expected flwr.app.Message")
-        return "done", reply, 0 if device is None else int(device.max_memory_reserved())
-    except _OF_CLIENT as error:
+        return "done", reply, 0 if backend is None else int(backend.max_memory_reserved())
+    except _CLIENT_ERRORS as error:
         line, lines = _in_one_line(error), traceback.format_exc()
         error.__traceback__ = None  # Its frames refer to the client's tensors.
     try:
-        check_device(kind)
-    except _OF_CLIENT:
+        check_device(device_type)
+    except _CLIENT_ERRORS:
         # Every later client of this process would fail, too.
         return "unusable", f"its device failed: {line}"
     return "failed", line, lines
@@ -68,30 +68,30 @@ def _in_one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def check_device(kind: str) -> None:
-    """Computes on the slot's device. Raises if there is none, more than one, or it does not work."""
-    if kind == "cpu":
+def check_device(device_type: str) -> None:
+    """Computes on the slot's device. Raises SetupError unless one is visible, or torch's error if it does not work."""
+    if device_type == "cpu":
         return
     num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if num_devices != 1:
-        raise SetupError(f"this slot sees {num_devices} {kind} devices; expected 1", hint="Check the driver.")
-    torch.ones(8, device=kind).sum().item()
+        raise SetupError(f"this slot sees {num_devices} {device_type} devices; expected 1", hint="Check the driver.")
+    torch.ones(8, device=device_type).sum().item()
 
 
-def _load(server: Connection, kind: str, packed: bytes) -> ClientApp:
-    """Unpickles the app. If that fails, reports the error and exits."""
+def _load(server: Connection, device_type: str, pickled: bytes) -> ClientApp:
+    """Checks the device and unpickles the app. If that fails, sends the error to the server and exits."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    what = "unusable"
+    failure = "unusable"
     try:
-        check_device(kind)
-        what = "unloadable"
-        app: ClientApp = cloudpickle.loads(packed)
+        check_device(device_type)
+        failure = "unloadable"
+        app: ClientApp = cloudpickle.loads(pickled)
         _send(server, "ready")
         return app
-    except _OF_CLIENT as error:
+    except _CLIENT_ERRORS as error:
         traceback.print_exc()
-        _send(server, what, _in_one_line(error))
+        _send(server, failure, _in_one_line(error))
         os._exit(1)
 
 
@@ -109,8 +109,8 @@ def _receive(server: Connection) -> Any:
 
 
 def _end_with_server(pid: int) -> None:
-    """Ends the slot when the server has ended, also while a client runs."""
-    with suppress(ProcessLookupError):  # It has ended already.
+    """Waits until the server ends, also while a client runs, and then ends the slot."""
+    with suppress(ProcessLookupError):  # Raised if the server has ended already.
         wait([os.pidfd_open(pid)])
     _end_process_group()
 

@@ -1,4 +1,4 @@
-"""Creates Flower's strategies by name, and checks what they are given: the clients and their replies."""
+"""Creates Flower's strategies by name, and checks the settings, clients and replies that they get."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from unsloth_multigpu.logs import get_logger
 _log = get_logger(__name__)
 
 Kind = Literal["train", "evaluate"]
-# Flower's defaults are 2: with one client it would wait forever for a second one.
-_LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
-# Strategies whose server applies an optimizer to the clients' mean, which is right for parameters only.
-WITH_OPTIMIZER = (flower.FedAdagrad, flower.FedAdam, flower.FedYogi, flower.FedAvgM)
-# Strategies whose clients must clip with one of Flower's mods, which the ClientApp of a train_fn does not have.
-_WITH_MODS = (flower.DifferentialPrivacyClientSideFixedClipping, flower.DifferentialPrivacyClientSideAdaptiveClipping)
+# Flower's defaults are 2, so that it would wait forever with one client.
+_MIN_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
+# Strategies that apply an optimizer to the mean of the replies, which is right for parameters and wrong for buffers.
+WITH_SERVER_OPTIMIZER = (flower.FedAdagrad, flower.FedAdam, flower.FedYogi, flower.FedAvgM)
+# Strategies whose clients must clip with a mod of Flower, which the ClientApp of `make_client_app` does not have.
+_CLIPPING = (flower.DifferentialPrivacyClientSideFixedClipping, flower.DifferentialPrivacyClientSideAdaptiveClipping)
 
 
 def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | None) -> Strategy:
@@ -40,15 +40,15 @@ def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | Non
     elif not isinstance(strategy, Strategy):
         raise ConfigError(
             f"strategy={strategy!r}; expected a name such as 'fedavg' or a flwr.serverapp.strategy.Strategy.",
-            hint="The strategies of flwr.server.strategy are an older kind; use those of flwr.serverapp.strategy.",
+            hint="Strategies of flwr.server.strategy belong to an older API; use those of flwr.serverapp.strategy.",
         )
     elif settings:
         raise ConfigError(
-            "strategy_kwargs together with an instance as strategy.", hint="Pass them to the instance's class."
+            "strategy_kwargs together with an instance as strategy.", hint="Pass them to the class of the instance."
         )
-    for layer in layers_of(strategy):
-        if isinstance(layer, _WITH_MODS):
-            name = type(layer).__name__
+    for each in nested_strategies(strategy):
+        if isinstance(each, _CLIPPING):
+            name = type(each).__name__
             raise ConfigError(
                 f"{name} needs clients that clip their updates with Flower's mod; those of train_fn do not.",
                 hint=f"Use {name.replace('Client', 'Server')}.",
@@ -57,32 +57,31 @@ def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | Non
 
 
 def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
-    """Creates Flower's strategy of a name such as "fedavg", "fedprox", "fedadam" or "krum".
+    """Creates the class of `flwr.serverapp.strategy` with a name such as "fedavg", "fedprox", "fedadam" or "krum".
 
-    It is the name of a class of `flwr.serverapp.strategy`; case, "-" and "_" do not matter. `settings` are the
-    arguments of that class. `min_*_nodes` are 1 if they are left out.
+    Case, "-" and "_" do not matter. `settings` are the arguments of the class; `min_*_nodes` are 1 if left out.
 
     Raises ConfigError for an unknown strategy; for unknown, missing or invalid arguments; and for "fedprox" without
     `proximal_mu`, which would be FedAvg.
     """
     classes = {key.lower(): getattr(flower, key) for key in flower.__all__}
-    kinds = {n: k for n, k in classes.items() if issubclass(k, Strategy) and not inspect.isabstract(k)}
-    kind = kinds.get(name.lower().replace("-", "").replace("_", ""))
-    if kind is None:
+    known = {n: cls for n, cls in classes.items() if issubclass(cls, Strategy) and not inspect.isabstract(cls)}
+    cls = known.get(name.lower().replace("-", "").replace("_", ""))
+    if cls is None:
         raise ConfigError(
-            f"strategy={name!r}; expected one of {', '.join(sorted(kinds))}.",
+            f"strategy={name!r}; expected one of {', '.join(sorted(known))}.",
             hint="Change strategy, or pass an instance of flwr.serverapp.strategy.Strategy.",
         )
-    accepted = inspect.signature(kind).parameters
-    arguments = {key: 1 for key in _LEAST_NODES if key in accepted} | dict(settings)
+    accepted = inspect.signature(cls).parameters
+    arguments = {key: 1 for key in _MIN_NODES if key in accepted} | dict(settings)
     if "proximal_mu" in accepted and "proximal_mu" not in arguments:
         raise ConfigError(
             f"strategy={name!r} needs 'proximal_mu' in strategy_kwargs.", hint="Without it, use 'fedavg'."
         )
     try:
-        # Flower's warnings here are about choices of the user, or errors above.
+        # Flower's warnings here repeat what the user chose or what is an error above.
         with quiet_flower(logging.ERROR):
-            return kind(**arguments)  # type: ignore[no-any-return]
+            return cls(**arguments)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"strategy={name!r} refuses its arguments: {error}",
@@ -90,8 +89,8 @@ def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
         ) from error
 
 
-def layers_of(strategy: Strategy) -> Iterator[Strategy]:
-    """Yields the strategy and those that it wraps: strategies of differential privacy have a `.strategy`."""
+def nested_strategies(strategy: Strategy) -> Iterator[Strategy]:
+    """Yields the strategy, then those that it wraps: strategies of differential privacy have a `.strategy`."""
     inner: Any = strategy
     while isinstance(inner, Strategy):
         yield inner
@@ -99,22 +98,19 @@ def layers_of(strategy: Strategy) -> Iterator[Strategy]:
 
 
 def check_strategy(strategy: Strategy, num_clients: int) -> None:
-    """Checks that the strategy can work with this number of clients.
-
-    Raises ConfigError if it would wait for more clients than there are, or overrides `start`.
-    """
-    for layer in layers_of(strategy):
-        kind = type(layer).__name__
-        if type(layer).start is not Strategy.start:
+    """Raises ConfigError if the strategy would wait for more clients than there are, or overrides `start`."""
+    for each in nested_strategies(strategy):
+        class_name = type(each).__name__
+        if type(each).start is not Strategy.start:
             raise ConfigError(
-                f"{kind} has a start() of its own, which would not be called.",
+                f"{class_name} has a start() of its own, which would not be called.",
                 hint="Move its code to configure_train and aggregate_train.",
             )
-        for name in (*_LEAST_NODES, "num_sampled_clients"):
-            value = vars(layer).get(name)
+        for name in (*_MIN_NODES, "num_sampled_clients"):
+            value = vars(each).get(name)
             if isinstance(value, int) and value > num_clients:
                 raise ConfigError(
-                    f"{name}={value} of {kind}, but num_clients={num_clients}: it would wait forever.",
+                    f"{name}={value} of {class_name}, but num_clients={num_clients}: it would wait forever.",
                     hint=f"Set {name} to {num_clients} or less, or use more clients.",
                 )
 
@@ -126,23 +122,23 @@ def is_weighted_mean(strategy: Strategy) -> bool:
 
 def weight_key(strategy: Strategy) -> str:
     """Returns the name of the metric by which the strategy weights its clients."""
-    keys = (vars(layer).get("weighted_by_key") for layer in layers_of(strategy))
+    keys = (vars(each).get("weighted_by_key") for each in nested_strategies(strategy))
     return next((key for key in keys if isinstance(key, str)), "num-examples")
 
 
 def describe(strategy: Strategy) -> dict[str, Any]:
-    """Describes a strategy and its wrapped ones by class and settings, which must be equal after a resume."""
-    layers = list(layers_of(strategy))
-    described: dict[str, Any] = {"strategy": " of ".join(type(layer).__name__ for layer in layers)}
-    for layer in layers:
-        values = vars(layer).items()
-        described |= {f"{type(layer).__name__}.{name}": v for name, v in values if isinstance(v, int | float | str)}
+    """Returns the classes and settings of a strategy and those that it wraps, which must be equal after a resume."""
+    nested = list(nested_strategies(strategy))
+    described: dict[str, Any] = {"strategy": " of ".join(type(each).__name__ for each in nested)}
+    for each in nested:
+        values = vars(each).items()
+        described |= {f"{type(each).__name__}.{name}": v for name, v in values if isinstance(v, int | float | str)}
     return described
 
 
 @contextmanager
 def quiet_flower(level: int = logging.WARNING) -> Iterator[None]:
-    """Hides Flower's log of a round, about 20 lines, unless our logger is at DEBUG level."""
+    """Hides Flower's about 20 log lines of a round, unless this package's logger is at level DEBUG."""
     logger = logging.getLogger("flwr")
     before = logger.level
     if not logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):
@@ -156,61 +152,57 @@ def quiet_flower(level: int = logging.WARNING) -> Iterator[None]:
 def check_replies(
     replies: Sequence[Message], kind: Kind, server_round: int, *, min_success: float, weight_key: str
 ) -> tuple[list[Message], list[str]]:
-    """Returns the replies for the strategy, including errors, in the order of the clients; and one line per failure.
+    """Returns the replies for the strategy, including error replies, by client id; and a line for each failure.
 
-    Clients without data are left out: they would count in a median, and may lack metrics.
-
-    Raises FederatedError if no client succeeded or had data, or fewer than `min_success` of them succeeded.
+    Clients without data (`weight_key` is 0) are left out: a median would count them, and they may lack metrics. Raises
+    FederatedError if all clients failed, fewer than the fraction `min_success` succeeded, or none had training data.
     """
     kept: list[Message] = []
     failures: list[str] = []
-    lost: list[str] = []
+    errors: list[str] = []
     for reply in sorted(replies, key=lambda reply: reply.metadata.src_node_id):
         name = f"client {reply.metadata.src_node_id - 1}"
         if reply.has_error():  # The reason names the client.
-            lost.append(str(reply.error.reason))
-            failures.append(f"left out: {lost[-1]}")
+            errors.append(str(reply.error.reason))
+            failures.append(f"left out: {errors[-1]}")
         elif changed := changed_by(reply.content):
-            failures.append(f"{name}: changed {', '.join(changed)} in {kind}, which must not change")
+            failures.append(f"{name}: {kind} left frozen values, a dtype or a device changed: {', '.join(changed)}")
             _log.warning("round %d: %s; its model is built again", server_round, failures[-1])
-        if reply.has_content() and weight_of(reply.content, weight_key) == 0:
+        if reply.has_content() and metric_of(reply.content, weight_key) == 0:
             failures.append(f"{name}: no data in {kind}")
         else:
             kept.append(reply)
-    num_good = len(replies) - len(lost)
-    # 0.35 * 20 is a little more than 7.
-    if lost and (not num_good or num_good < min_success * len(replies) - 1e-9):
+    num_good = len(replies) - len(errors)
+    # With a tolerance: in floating point 0.35 * 20 is a little more than 7.
+    if errors and (not num_good or num_good < min_success * len(replies) - 1e-9):
         bound = f", min_success={min_success}" if num_good else ""
         raise FederatedError(
             f"round {server_round}: {num_good} of {len(replies)} clients succeeded in {kind}{bound}. "
-            f"The first failure: {lost[0]}",
+            f"The first failure: {errors[0]}",
             hint=f"The log above shows the whole error. Correct {kind}_fn or model_builder.",
         )
-    if num_good and len(kept) == len(lost) and kind == "train":
+    if num_good and len(kept) == len(errors) and kind == "train":
         raise FederatedError(
-            f"round {server_round}: no client had data in train: all successful clients report 0 examples.",
-            hint="train_fn returns (num_examples, metrics).",
+            f"round {server_round}: no client had data in train: all clients that succeeded report {weight_key}=0.",
+            hint="train_fn must return (num_examples, metrics).",
         )
     return kept, failures
 
 
 def changed_by(content: RecordDict) -> list[str]:
-    """Returns the names of tensors, mostly frozen weights, that the client has changed and does not send."""
+    """Returns the names of tensors that the client left changed: in frozen values, dtype or device."""
     changed = content.config_records.get("client", ConfigRecord()).get(CHANGED)
     return list(map(str, changed)) if isinstance(changed, list) else []
 
 
-def weight_of(content: RecordDict, key: str) -> float:
-    """Returns the reply's number of examples; 1 without one, which the strategy may refuse."""
+def metric_of(content: RecordDict, key: str) -> float:
+    """Returns a metric of a reply; 1.0 if it is missing or no number, which the strategy may refuse."""
     value = next((record[key] for record in content.metric_records.values() if key in record), 1.0)
     return float(value) if isinstance(value, int | float) else 1.0
 
 
-def like(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
-    """Converts arrays to their earlier dtypes: means and optimizers turn float32 and integers into float64.
-
-    Raises FederatedError for a value that is infinite or NaN.
-    """
+def cast_like(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
+    """Casts arrays, which may be float64, to their dtypes in `before`. Raises FederatedError for infinity or NaN."""
     import numpy as np
 
     found: dict[str, Array] = {}

@@ -1,6 +1,6 @@
 """The rounds of a federated training: their report, and the files from which a training resumes.
 
-A file per finished round, written atomically, has plain data for `torch.load(weights_only=True)`, and no code.
+Each finished round is written atomically to a file of plain data, which `torch.load(weights_only=True)` can read.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from unsloth_multigpu.checkpoint.manifest import flush_folder
 from unsloth_multigpu.errors import ConfigError, ResumeError
-from unsloth_multigpu.federated.flower_strategy import layers_of
+from unsloth_multigpu.federated.flower_strategy import nested_strategies
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.process import try_lock
 from unsloth_multigpu.words import aligned
 
 _log = get_logger(__name__)
-# Metrics of Flower's records: numbers or lists of numbers by name.
+# Numbers or lists of numbers by name, as in Flower's MetricRecord.
 Metrics = Mapping[str, Any]
 _JSON_LINES = "rounds.jsonl"
 _NAME = re.compile(r"round-(\d+)\.pt")
@@ -37,14 +37,14 @@ _LOCK = ".rounds.lock"
 
 @dataclass
 class ClientRecord:
-    """Record of a message to a client.
+    """What happened to a message to a client.
 
     Args:
         kind: "train", "evaluate" or "query".
-        slot: Number of the slot of the last attempt; -1 = not begun.
+        slot: Number of the slot of the last attempt; -1 = not started.
         begin_s: Start of the last attempt, on the clock of `time.monotonic`.
-        seconds: Time from the start to the reply.
-        peak_memory_bytes: Peak of the memory reserved by torch; 0 on the CPU.
+        seconds: Time from `begin_s` to the reply, or to the end of the limit.
+        peak_memory_bytes: Peak of the device memory reserved by torch; 0 on the CPU.
     """
 
     client_id: int
@@ -66,7 +66,7 @@ class DeviceReport:
         device: Such as "cuda:0" or "cpu:1".
         client_ids: Clients that trained on it, in the order of their start.
         busy_s: Seconds in which at least one client ran on it.
-        peak_memory_bytes: Largest peak of a client; None if not measured.
+        peak_memory_bytes: Largest `ClientRecord.peak_memory_bytes`; None on the CPU.
     """
 
     device: str
@@ -82,11 +82,13 @@ class RoundReport:
     Args:
         server_round: Number of the round, from 1.
         seconds: Wall time from the selection of clients to the server's own evaluation, without the checkpoint.
-        num_examples: Training examples of all clients whose result was used.
-        devices: Every device with a slot.
-        failures: One line per client that was left out or had to run again.
-        lora_remainder: Relative difference of the round's adapter from mean(B A); None without LoRA, and if computing
-            it would take long.
+        num_examples: Sum of the numbers of examples that the clients' training returned; 0 if no reply was used.
+        devices: All devices with a slot.
+        train_metrics, evaluate_metrics: The clients' metrics, aggregated by the strategy.
+        server_metrics: Metrics of `server_evaluate`.
+        failures: One line for each problem, such as a client that was left out, had no data or had to run again.
+        lora_remainder: Relative difference of the round's adapter from mean(B A), in the Frobenius norm; None without
+            LoRA, or if computing it would take too long.
     """
 
     server_round: int
@@ -104,7 +106,7 @@ class RoundReport:
         return min(1.0, device.busy_s / self.seconds) if self.seconds > 0 else 0.0
 
     def row(self) -> dict[str, str]:
-        """Returns the figures as texts by name."""
+        """Returns the figures as text, by column."""
         row = {"round": str(self.server_round), "seconds": f"{self.seconds:.1f}", "examples": str(self.num_examples)}
         row |= {d.device: f"{len(d.client_ids)} cl {self.utilisation(d):.0%}" for d in self.devices}
         every = (("", self.train_metrics), ("eval_", self.evaluate_metrics), ("server_", self.server_metrics))
@@ -192,10 +194,10 @@ class SavedRound:
     Args:
         arrays: The global arrays after it.
         reports: Reports of all rounds so far.
-        first_metrics: Metrics of the server's evaluation before the first round.
-        strategy: Packed attributes of the strategy and of each wrapped one, see `pack_strategy`.
-        facts: Settings that must be equal after a resume, as texts.
-        adapter: The same of the adapter, see `adapters.adapter_settings`.
+        first_metrics: Metrics of `server_evaluate` before the first round.
+        strategy: The first result of `pack_strategy`.
+        facts: Settings that must be equal after a resume: the repr of each, by name.
+        adapter: The same for the adapter, from `adapters.adapter_settings`.
     """
 
     arrays: ArrayRecord
@@ -206,18 +208,17 @@ class SavedRound:
     adapter: Mapping[str, str]
 
     def restore(self, strategy: Strategy) -> None:
-        """Restores the state after the round in `strategy`, which has the same classes."""
-        for layer, stored in zip(layers_of(strategy), self.strategy, strict=True):
+        """Sets the saved attributes in `strategy`, which must have the same classes."""
+        for each, stored in zip(nested_strategies(strategy), self.strategy, strict=True):
             for name, packed in stored.items():
-                setattr(layer, name, unpack(packed))
+                setattr(each, name, unpack(packed))
 
 
 @contextmanager
 def open_folder(output_dir: Path | None, resume: str | None) -> Iterator[Path | None]:
-    """Creates and locks the folder, if its file system has locks, and finds the round from which to resume.
+    """Creates the folder, locks it if its file system has locks, and finds the round from which to resume.
 
-    Yields the file of that round; None = from the beginning, also without a folder.
-
+    Yields the file of that round; None = start from the beginning. Without a folder it does nothing, and yields None.
     Raises ConfigError if there are rounds and `resume` is not set, if another running training uses the folder, or if
     it cannot be written.
     """
@@ -235,7 +236,7 @@ def open_folder(output_dir: Path | None, resume: str | None) -> Iterator[Path | 
         if try_lock(lock.fileno()) == "held":
             raise ConfigError(
                 f"output_dir={str(output_dir)!r}: another running training writes its rounds there.",
-                hint="Wait for its end, end it, or choose another output_dir.",
+                hint="Wait until it ends, stop it, or choose another output_dir.",
             )
         rounds = rounds_in(output_dir)
         if resume is None and rounds:
@@ -258,24 +259,24 @@ def _is_intact(file: Path) -> bool:
 
 
 def rounds_in(output_dir: Path) -> list[Path]:
-    """Returns the files of rounds, the newest last."""
+    """Returns the files of rounds in the order of their numbers."""
     found = {path: _NAME.fullmatch(path.name) for path in output_dir.iterdir()}
     return [path for _, path in sorted((int(match[1]), path) for path, match in found.items() if match)]
 
 
 def write_round(output_dir: Path, saved: SavedRound) -> None:
-    """Writes a round as `round-K.pt` and the reports so far as JSON lines, with which a training can be watched.
+    """Writes a round to `round-K.pt`, and all reports so far to rounds.jsonl, where a training can be watched.
 
-    Deletes all rounds but the last two. Raises OSError.
+    Deletes all rounds but the last two. Raises OSError if the disk is full or fails.
     """
     number, reports = len(saved.reports), [dataclasses.asdict(report) for report in saved.reports]
     state = vars(saved) | {"arrays": pack(saved.arrays), "reports": reports}
-    part, name = output_dir / ".round.part", f"round-{number}.pt"
-    with part.open("wb") as file:
+    partial, name = output_dir / ".round.part", f"round-{number}.pt"
+    with partial.open("wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(part, output_dir / name)
+    os.replace(partial, output_dir / name)
     flush_folder(output_dir)
     (output_dir / _JSON_LINES).write_text("".join(json.dumps(report) + "\n" for report in reports), encoding="ascii")
     for path in rounds_in(output_dir):
@@ -284,11 +285,11 @@ def write_round(output_dir: Path, saved: SavedRound) -> None:
 
 
 def read_round(file: Path, facts: Mapping[str, str], num_rounds: int) -> SavedRound:
-    """Reads a round of the training that resumes, with these settings and total number of rounds.
+    """Reads a saved round for a training with the settings `facts` that is to have `num_rounds` rounds in total.
 
     Raises:
         ResumeError: A setting differs.
-        ConfigError: The saved round is later than the last one.
+        ConfigError: The number of the saved round is above `num_rounds`.
     """
     state = torch.load(file, weights_only=True)
     refuse_difference(file, state["facts"], facts)
@@ -305,7 +306,7 @@ def read_round(file: Path, facts: Mapping[str, str], num_rounds: int) -> SavedRo
 
 
 def refuse_difference(file: Path, stored: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raises ResumeError if a setting of the saved round differs from this training's."""
+    """Raises ResumeError if a setting of the saved round, `stored`, differs from that of this training, `here`."""
     for name in [*stored, *here]:
         if stored.get(name) != here.get(name):
             raise ResumeError(
@@ -315,29 +316,26 @@ def refuse_difference(file: Path, stored: Mapping[str, str], here: Mapping[str, 
 
 
 def pack_strategy(strategy: Strategy) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the packed attributes of a strategy and its wrapped ones, and the names of those that are not stored."""
-    layers: list[dict[str, Any]] = []
+    """Returns the packed attributes of each nested strategy, and the names of the attributes that are not saved."""
+    nested: list[dict[str, Any]] = []
     left_out = []
-    for layer in layers_of(strategy):
-        layers.append({})
-        for name, value in vars(layer).items():
+    for each in nested_strategies(strategy):
+        nested.append({})
+        for name, value in vars(each).items():
             if isinstance(value, Strategy) or callable(value):
                 continue
             try:
-                layers[-1][name] = pack(value)
+                nested[-1][name] = pack(value)
             except TypeError:
-                left_out.append(f"{type(layer).__name__}.{name}")
-    return layers, left_out
+                left_out.append(f"{type(each).__name__}.{name}")
+    return nested, left_out
 
 
 def pack(value: Any) -> Any:
-    """Converts a value to plain data: other types than numbers, texts, lists and dicts become (kind, content).
-
-    Raises TypeError for a type that cannot be stored.
-    """
+    """Converts a value to numbers, str, bytes, lists, dicts and (kind, content). Raises TypeError if it cannot."""
     import numpy as np
 
-    # Before the check for float: numpy.float64 is a float, but promotes float32, which a float does not.
+    # Before the check for float: numpy.float64 is a subclass of float, but promotes float32 arrays, unlike float.
     if isinstance(value, np.ndarray | np.generic):
         kind = "scalar" if isinstance(value, np.generic) else "array"
         return kind, torch.from_numpy(np.array(value, order="C"))
@@ -349,11 +347,11 @@ def pack(value: Any) -> Any:
         return {key: pack(item) for key, item in value.items()}
     if isinstance(value, ArrayRecord):
         return "record", {name: pack(array.numpy()) for name, array in value.items()}
-    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not stored")
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} cannot be saved")
 
 
 def unpack(packed: Any) -> Any:
-    """Reverses `pack`. Arrays are copies."""
+    """Returns the value that `pack` has converted. Its arrays are copies."""
     if isinstance(packed, list):
         return [unpack(item) for item in packed]
     if isinstance(packed, dict):

@@ -1,4 +1,4 @@
-"""`create_multigpu_flower_server`: creates a Flower server whose clients run in processes on all GPUs."""
+"""`create_multigpu_flower_server`, and its options: a Flower server whose clients run in processes on all GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from unsloth_multigpu.federated.training import FederatedServer
 
-# Keys that Flower and this package set in the clients' config.
+# Keys of the clients' config that Flower's strategies set in every round.
 _RESERVED = {"server-round", "proximal-mu"}
 
 
@@ -40,33 +40,35 @@ def create_multigpu_flower_server(
     seed: int = 0,
     log_dir: str = "logs",
 ) -> FederatedServer:
-    """Creates a Flower server for any model. Its clients run in processes on all GPUs, without a GPU on the CPU.
+    """Creates a Flower server for any model. Its clients run in processes on all GPUs, or on the CPU if there is none.
 
-    Starts no process and opens no GPU; `fit` does.
+    Starts no process and opens no GPU; `FederatedServer.fit` does.
 
     Args:
-        server_id: Name of the server, for clients, logs and reports.
-        model_builder: () -> model with trainable parameters: plain PyTorch, PEFT or Unsloth. Called once in each
-            process, with `seed` set. Only trainable parameters and persistent buffers are exchanged.
-        device: Device of `server_evaluate` ["cpu"]; with auto_gpu=False also the one device of the clients.
+        server_id: Name of the server, shown to clients and in reports.
+        model_builder: () -> model with trainable parameters: plain PyTorch, PEFT or Unsloth. Called in each process,
+            seeded with `seed`. Only trainable parameters and persistent buffers are exchanged.
+        device: Device of `server_evaluate` ["cpu"]; with auto_gpu=False also the only device of the clients [the first
+            GPU, else the CPU].
         strategy: Name of a class of `flwr.serverapp.strategy` ("fedavg", "fedprox", "fedadam", "krum", ...), or an
-            instance. With a name every `fit` has a new strategy; an instance keeps its state.
+            instance. A name gives every `fit` a new strategy; an instance keeps its state from one `fit` to the next.
         auto_gpu: Use all visible GPUs.
-        train_fn: (model, client) -> (num_examples, metrics), a client's training; see `FederatedClient`.
+        train_fn: (model, client) -> (num_examples, metrics): trains a client; see `FederatedClient`. Metrics are
+            numbers, or lists of numbers, by name.
         evaluate_fn: (model, client) -> (loss, num_examples, metrics); None = clients do not evaluate.
         num_gpus: Number of visible GPUs to use [all]; without a GPU, number of processes on the CPU [1].
         clients_per_gpu: Number of clients that run on one device at the same time.
         max_workers: Upper limit of the number of processes.
-        placement: "round_robin" = client_id % number of devices; "balanced" = the longest client first, by measured
-            seconds, on any free device.
-        strategy_kwargs: Arguments of the strategy's class, for a name.
+        placement: "round_robin" = on device number client_id % number of devices; "balanced" = the client that took
+            longest in its last run first, in any free process.
+        strategy_kwargs: Arguments of the class that `strategy` names.
         lora_aggregation: "mean" = A and B as the strategy does; "project" = the adapter of the same rank that is
             nearest to mean(B A).
-        seed: Seed of models, clients and their selection.
-        log_dir: Folder for the clients' output, slot_K.log.
+        seed: Seed of models, of clients, and of the selection of clients.
+        log_dir: Folder for the clients' output: slot_K.log of process K.
 
     Raises:
-        ConfigError: An invalid argument.
+        ConfigError: An argument is invalid.
         SetupError: Flower is not installed, or this process is a rank or has `enable_multi_gpu` in effect.
         VersionError: Flower is outside the supported range.
     """
@@ -86,21 +88,21 @@ def _check_libraries() -> None:
         if row.installed is None:
             python = "" if sys.version_info >= (3, 11) else " Flower needs Python 3.11 or newer."
             raise SetupError(f"Federated training needs {name}, which is not installed.{python}", hint=hint)
-        if not row.ok or row.is_newer:  # Newer versions, too: we use internals of Flower that cannot be verified.
+        if not row.ok or row.is_newer:  # Newer versions, too: this package uses internals of Flower.
             raise VersionError(f"{name} {row.installed} is installed; expected {row.supported}.", hint=hint)
 
 
 def check(is_right: bool, name: str, value: Any, expected: str) -> None:
-    """Raises ConfigError unless `is_right`."""
+    """Raises ConfigError, with the `expected` values, unless `is_right`."""
     if not is_right:
         raise ConfigError(f"{name}={value!r}; expected {expected}.", hint=f"Change {name}.")
 
 
 def called_as(example: str) -> Callable[[str, Any], Any]:
-    """Returns a check for an argument that must be a function, which is called as in `example`."""
+    """Returns an `Option.check` for an argument that must be a function. `example` shows a call of it."""
 
     def take(name: str, value: Any) -> Any:
-        # A model is callable, too, but not allowed.
+        # A model is callable, too, but it is not a function.
         is_function = callable(value) and not hasattr(value, "parameters")
         check(is_function, name, value, f"a function that is called as {example}")
         return value
@@ -116,13 +118,13 @@ def _take_config(name: str, value: Any) -> Any:
         ConfigRecord(dict(value) if is_right else {})
     except (TypeError, ValueError):
         is_right = False
-    expected = "a mapping of texts to int, float, bool, str, bytes or lists of one of them, without "
+    expected = "a mapping of str to int, float, bool, str, bytes or lists of one of them, without "
     check(is_right, name, value, f"{expected}{', '.join(sorted(_RESERVED))}, which are set in every round")
     return value
 
 
-def _take_share(name: str, value: Any) -> Any:
-    check(isinstance(value, int | float) and 0 <= value <= 1, name, value, "a share from 0 to 1")
+def _take_fraction(name: str, value: Any) -> Any:
+    check(isinstance(value, int | float) and 0 <= value <= 1, name, value, "a fraction from 0 to 1")
     return value
 
 
@@ -168,7 +170,7 @@ class FitOptions:
     config: Annotated[Mapping[str, Any] | None, Option(check=_take_config)] = None
     output_dir: Annotated[str | None, Option(shown="the name of a folder")] = None
     resume: Annotated[str | None, Option(choices=("auto",))] = None
-    min_success: Annotated[float, Option(check=_take_share)] = 0.0
+    min_success: Annotated[float, Option(check=_take_fraction)] = 0.0
     round_timeout_s: Annotated[float, Option(least=1e-3)] = 3600.0
     server_evaluate: Annotated[Any, Option(check=called_as("server_evaluate(model, server_round)"))] = None
 

@@ -1,4 +1,4 @@
-"""A federated server and its rounds. Flower's strategy selects clients and aggregates; rounds are reproducible."""
+"""A federated server, and its loop of rounds, in which Flower's strategy selects clients and aggregates replies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-# Raised by strategies if replies do not fit together. Flower exports it only here.
+# Strategies raise it if replies do not fit together. Flower exports it only here.
 from flwr.app.exception import AppExitException
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
@@ -33,19 +33,19 @@ from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.wire.identity import read_identity
 
 _log = get_logger(__name__)
-# Loading a base model may take longer than a round of small clients.
-_LEAST_TIMEOUT_S = 300.0
+# For building the first models: loading a base model may take longer than a round of small clients.
+_MIN_BUILD_TIMEOUT_S = 300.0
 
 
 class FederatedServer:
     """A server with its clients' processes, which live from the first `fit` to `close`.
 
-    A context manager. Without `close` the processes end with this one. Created by `create_multigpu_flower_server`.
+    A context manager. Without `close` they end when this process ends. Created by `create_multigpu_flower_server`.
 
     Attributes:
-        new_strategy: Returns a new strategy if it was given by name, else the user's instance with its state.
-        description: Original settings of the strategy, which a strategy may change during a training.
-        client_app: Flower's ClientApp. SuperNodes can run it, too, with a ServerApp of the user.
+        new_strategy: () -> a new strategy if it was given by name, else the user's instance with its state.
+        description: Settings of the strategy at the beginning, by name; a training may change them.
+        client_app: Flower's ClientApp of the clients. SuperNodes can run it, too, under a ServerApp of the user.
     """
 
     def __init__(
@@ -80,36 +80,39 @@ class FederatedServer:
     ) -> rounds.FederatedResult:
         """Trains from the initial weights, or resumes from a saved round.
 
-        The result depends only on the seed and the clients, and not on the number of processes or the devices and order
-        in which clients run.
+        Up to rounding, the result does not depend on the number of processes, or on the devices and the order in which
+        clients run: every client has a seed for each round. Noise of differential privacy is not seeded.
 
         Args:
-            num_clients: Clients 0 to num_clients - 1.
+            num_clients: Number of clients; their ids are 0 to num_clients - 1.
             num_rounds: Total number of rounds, including those before a resume.
-            config: Numbers and texts that every client gets as `client.config`.
-            server_evaluate: (model, server_round) -> metrics, in this process, before the first and after each round.
-            output_dir: Folder for a file per round, of which the last two are kept, and rounds.jsonl.
+            config: Values that every client gets in `client.config`: int, float, bool, str, bytes or lists of them.
+            server_evaluate: (model, server_round) -> metrics, called in this process with the model in eval mode:
+                before the first round, which is server_round 0, and after each round.
+            output_dir: Folder for rounds.jsonl and a file per round, of which the last two are kept.
             resume: "auto" = from the newest complete round in `output_dir`, or from the beginning.
-            min_success: Minimal fraction of a round's clients that must succeed, and at least one client.
-            round_timeout_s: Limit of a round's training, and of its evaluation. Later clients are left out.
+            min_success: Fraction of a round's clients that must succeed; one client must in any case.
+            round_timeout_s: Seconds for a round's training, and again for its evaluation. Later replies are left out.
 
         Raises:
             ConfigError: An argument is invalid, or does not fit the model or the strategy.
             SetupError: Devices are missing, or a function cannot be sent to another process.
+            LaunchError: log_dir cannot be written.
             ResumeError: The saved round belongs to another training.
             FederatedError: Too many clients failed, or their results cannot be aggregated.
+            OSError: A round cannot be saved.
         """
         folder: Any = output_dir  # The option converts a path to text.
         options = FitOptions(
             num_clients, num_rounds, config, folder, resume, min_success, round_timeout_s, server_evaluate
         )
         refuse_ranks()
-        start = None if self._training is None else self._training.start
+        initial = None if self._training is None else self._training.initial
         self._training = None
         with closing(Console(is_notebook="ipykernel" in sys.modules)), task_identity():
             self._grid = self._grid or self._make_grid()
             self._grid.num_clients = num_clients
-            training = Training(self, self._grid, options, start)
+            training = Training(self, self._grid, options, initial)
             result = training.run()
         self._training = training
         return result
@@ -117,34 +120,37 @@ class FederatedServer:
     def _make_grid(self) -> ProcessGrid:
         given = self.options
         devices = choose_devices(given.num_gpus, given.device, auto_gpu=given.auto_gpu)
-        # One slot per device, then a second one: max_workers cuts off the last ones.
-        places = (devices * given.clients_per_gpu)[: given.max_workers]
-        return ProcessGrid(self.client_app, 0, places, given.placement, given.seed, given.log_dir)
+        # First a slot on each device, then a second one on each: max_workers leaves out the last ones.
+        slot_devices = (devices * given.clients_per_gpu)[: given.max_workers]
+        return ProcessGrid(self.client_app, 0, slot_devices, given.placement, given.seed, given.log_dir)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the global trainable tensors and persistent buffers on the CPU. Raises SetupError before `fit`."""
+        """Returns the global trainable tensors and persistent buffers by name, on the CPU, half precision as float32.
+
+        Raises SetupError if no `fit` has ended.
+        """
         return tensors_of(self._last().arrays)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Saves the result of `fit`: a PEFT adapter, or model.safetensors with the trained tensors of a plain model.
+        """Saves the result of `fit`: a PEFT adapter, or model.safetensors with what `state_dict` returns.
 
-        Raises SetupError before `fit`, and OSError if the disk is full or fails.
+        Raises SetupError if no `fit` has ended; OSError or SafetensorError if files cannot be written.
         """
         from safetensors.torch import save_file
 
         training, folder = self._last(), Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        start, arrays, tensors = training.start, training.arrays, tensors_of(training.arrays)
-        if not start.adapter_config:
+        initial, arrays, tensors = training.initial, training.arrays, tensors_of(training.arrays)
+        if not initial.adapter_config:
             save_file(tensors, folder / "model.safetensors")
             return
         # Without unchanged buffers: they are in the base model, and other tools refuse unknown names.
-        same = [name for name in start.buffers if arrays[name] == start.arrays.get(name)]
-        state = {name: value for name, value in tensors.items() if name not in same}
-        save_adapter(folder, state | tensors_of(start.frozen), start.adapter_config)
+        unchanged = [name for name in initial.buffers if arrays[name] == initial.arrays.get(name)]
+        state = {name: value for name, value in tensors.items() if name not in unchanged}
+        save_adapter(folder, state | tensors_of(initial.frozen), initial.adapter_config)
 
     def close(self) -> None:
-        """Ends the clients' processes. The result stays; another `fit` starts them again."""
+        """Ends the clients' processes. The result is kept; another `fit` starts them again."""
         if self._grid is not None:
             self._grid.close()
             self._grid = None
@@ -162,7 +168,7 @@ class FederatedServer:
 
 
 def refuse_ranks() -> None:
-    """Refuses a server in a rank, where it would exist several times and its slots would compete for the devices."""
+    """Raises SetupError in a rank or under `enable_multi_gpu`: the slots of several servers would share the devices."""
     identity = read_identity(os.environ)
     if identity is not None and identity.world_size > 1:
         raise SetupError(
@@ -177,13 +183,13 @@ def refuse_ranks() -> None:
 
 
 @dataclass(frozen=True)
-class Start:
-    """The initial state of the model, as built by a client.
+class InitialState:
+    """The state of a newly built model, from which a training starts.
 
     Args:
         arrays: The exchanged tensors.
-        frozen: Frozen factors of the adapter.
-        adapter_config: For `save_adapter`; "" without an adapter.
+        frozen: Frozen factors of the adapter, see `frozen_factors`.
+        adapter_config: The result of `describe_adapter`; "" without an adapter.
         buffers: Names of the buffers in `arrays`.
         not_projectable: Reasons why lora_aggregation="project" cannot work with this model.
     """
@@ -198,18 +204,18 @@ class Start:
 class Training:
     """Flower's loop of rounds, made reproducible: the same clients in every run, and replies in the clients' order.
 
-    Random generators are seeded while clients are selected, and not while results are aggregated: noise of differential
-    privacy from a known seed would hide nothing. `start` is that of an earlier training of the same server.
+    Random generators are seeded while clients are selected, and not while replies are aggregated: noise of differential
+    privacy from a known seed would hide nothing. Without the `initial` state, `run` asks clients for it.
 
     Attributes:
-        arrays: The global arrays now.
+        arrays: The global arrays after the last round so far.
     """
 
     def __init__(
-        self, server: FederatedServer, grid: ProcessGrid, options: FitOptions, start: Start | None = None
+        self, server: FederatedServer, grid: ProcessGrid, options: FitOptions, initial: InitialState | None = None
     ) -> None:
         self.arrays = ArrayRecord()
-        self._server, self._grid, self._options, self._known_start = server, grid, options, start
+        self._server, self._grid, self._options, self._known_initial = server, grid, options, initial
         self._strategy = server.new_strategy()
         flower_strategy.check_strategy(self._strategy, options.num_clients)
         self._model = ClientModel(server.options.model_builder, server.options.seed)
@@ -227,12 +233,12 @@ class Training:
         folder = None if options.output_dir is None else Path(options.output_dir)
         with rounds.open_folder(folder, options.resume) as newest:
             saved = rounds.read_round(newest, self._facts, options.num_rounds) if newest else None
-            self.start = self._known_start or ask_for_start(self._grid, options.round_timeout_s)
-            if self._server.options.lora_aggregation == "project" and self.start.not_projectable:
-                raise _no_projection(self.start.not_projectable[0])
-            self.arrays = self.start.arrays
+            self.initial = self._known_initial or query_initial_state(self._grid, options.round_timeout_s)
+            if self._server.options.lora_aggregation == "project" and self.initial.not_projectable:
+                raise _no_projection(self.initial.not_projectable[0])
+            self.arrays = self.initial.arrays
             if newest and saved:
-                rounds.refuse_difference(newest, saved.adapter, adapter_settings(self.start.adapter_config))
+                rounds.refuse_difference(newest, saved.adapter, adapter_settings(self.initial.adapter_config))
                 self.arrays, self._first_metrics = saved.arrays, saved.first_metrics
                 self._reports = list(saved.reports)
                 saved.restore(self._strategy)
@@ -241,7 +247,7 @@ class Training:
             startup_s = time.monotonic() - begin_s
             with flower_strategy.quiet_flower():
                 if self._first_metrics is None:
-                    self._first_metrics = self._evaluated(0)
+                    self._first_metrics = self._server_metrics(0)
                 for number in range(len(self._reports) + 1, options.num_rounds + 1):
                     self._reports.append(self._round(number))
                     if folder is not None:
@@ -267,24 +273,26 @@ class Training:
         begin_s, self._failures = time.monotonic(), []
         found = self._train(number)
         if self._server.options.evaluate_fn is not None and (replies := self._ask("evaluate", number)):
-            with self._named(number, "aggregate_evaluate"):
+            with self._naming_step(number, "aggregate_evaluate"):
                 found["evaluate_metrics"] = dict(self._strategy.aggregate_evaluate(number, replies) or {})
-        found["server_metrics"] = self._evaluated(number)
+        found["server_metrics"] = self._server_metrics(number)
         records, self._grid.records = self._grid.records, []
         found["devices"] = rounds.device_reports(self._grid.devices_of_slots, records)
-        again = [record for record in records if record.attempts > 1 and not record.error]
-        self._failures += [f"client {r.client_id}: {r.kind} needed {r.attempts} attempts" for r in again]
+        repeated = [record for record in records if record.attempts > 1 and not record.error]
+        self._failures += [f"client {r.client_id}: {r.kind} needed {r.attempts} attempts" for r in repeated]
         return rounds.RoundReport(number, time.monotonic() - begin_s, failures=tuple(self._failures), **found)
 
     def _train(self, number: int) -> dict[str, Any]:
-        """Runs and aggregates the clients' training. Returns fields of the `RoundReport`."""
+        """Lets clients train, and aggregates their replies. Returns fields of the `RoundReport` by name."""
         replies = self._ask("train", number)
         contents = [reply.content for reply in replies if reply.has_content()]
-        # Copies of the records, because some strategies empty the replies.
+        # Kept in new records, because some strategies empty those of the replies.
         kept = [ArrayRecord(dict(next(iter(c.array_records.values()), ArrayRecord()))) for c in contents]
         key = flower_strategy.weight_key(self._strategy)
-        weights = [flower_strategy.weight_of(content, key) for content in contents]
-        with self._named(number, "aggregate_train"):
+        weights = [flower_strategy.metric_of(content, key) for content in contents]
+        # Not the sum of the weights: a strategy may weight by another metric.
+        num_examples = sum(int(flower_strategy.metric_of(content, "num-examples")) for content in contents)
+        with self._naming_step(number, "aggregate_train"):
             arrays, metrics = self._strategy.aggregate_train(number, replies)
         found: dict[str, Any] = {"num_examples": 0, "train_metrics": dict(metrics or {})}
         if arrays is None:
@@ -295,17 +303,17 @@ class Training:
         if flower_strategy.is_weighted_mean(self._strategy):
             mode = self._server.options.lora_aggregation
             arrays, found["lora_remainder"] = aggregate_lora(kept, weights, arrays, mode=mode)
-        elif isinstance(self._strategy, flower_strategy.WITH_OPTIMIZER) and self.start.buffers:
-            # A server optimizer could make a running variance negative.
-            arrays = ArrayRecord({**arrays, **weighted_mean(kept, weights, self.start.buffers)})
-        self.arrays = flower_strategy.like(arrays, self.arrays)
-        return found | {"num_examples": int(sum(weights))}
+        elif isinstance(self._strategy, flower_strategy.WITH_SERVER_OPTIMIZER) and self.initial.buffers:
+            # The optimizer could make a running variance negative.
+            arrays = ArrayRecord({**arrays, **weighted_mean(kept, weights, self.initial.buffers)})
+        self.arrays = flower_strategy.cast_like(arrays, self.arrays)
+        return found | {"num_examples": num_examples}
 
     def _ask(self, kind: flower_strategy.Kind, number: int) -> list[Message]:
         """Sends the global arrays to the clients that the strategy selects. Returns the checked replies."""
         step = f"configure_{kind}"
         config = ConfigRecord(dict(self._options.config or {}))
-        with self._named(number, step), seeded_draws(client_seed(self._server.options.seed, number, kind)):
+        with self._naming_step(number, step), seeded_draws(client_seed(self._server.options.seed, number, kind)):
             messages = list(getattr(self._strategy, step)(number, self.arrays, config, self._grid))
         messages.sort(key=lambda message: message.metadata.dst_node_id)
         checked, failures = flower_strategy.check_replies(
@@ -318,8 +326,8 @@ class Training:
         self._failures += failures
         return checked
 
-    def _evaluated(self, number: int) -> dict[str, Any]:
-        """Returns the metrics of the user's `server_evaluate`."""
+    def _server_metrics(self, number: int) -> dict[str, Any]:
+        """Returns the metrics of the user's `server_evaluate`; none without it."""
         if self._options.server_evaluate is None:
             return {}
         try:
@@ -333,38 +341,36 @@ class Training:
 
     def _save(self, folder: Path) -> None:
         packed, left_out = rounds.pack_strategy(self._strategy)
-        first, adapter = self._first_metrics or {}, adapter_settings(self.start.adapter_config)
+        first, adapter = self._first_metrics or {}, adapter_settings(self.initial.adapter_config)
         rounds.write_round(folder, rounds.SavedRound(self.arrays, self._reports, first, packed, self._facts, adapter))
         if left_out and len(self._reports) == 1:
-            _log.warning("not saved, so a resumed training starts with its initial value: %s", ", ".join(left_out))
+            _log.warning("not saved, so a resumed training begins with the initial value: %s", ", ".join(left_out))
 
     @contextmanager
-    def _named(self, number: int, step: str) -> Iterator[None]:
+    def _naming_step(self, number: int, step: str) -> Iterator[None]:
+        """Adds round and step to an error that the strategy raises."""
         try:
             yield
         except AppExitException as error:
             raise FederatedError(
                 f"round {number}: {type(self._strategy).__name__}.{step}: {error}",
-                hint="Every client must return the same metrics, among them those that the strategy needs.",
+                hint="All clients must return the same metrics, including those that the strategy needs.",
             ) from error
 
 
-def ask_for_start(grid: ProcessGrid, timeout_s: float) -> Start:
-    """Lets a client on each slot build its model, seeded, and returns the first description.
-
-    Raises FederatedError if no client could build its model.
-    """
+def query_initial_state(grid: ProcessGrid, timeout_s: float) -> InitialState:
+    """Lets one client for each slot build the model; returns the first state. Raises FederatedError if all fail."""
     asked = grid.get_node_ids()[: len(grid.devices_of_slots)]
     messages = [Message(RecordDict({"config": ConfigRecord()}), node_id, "query.initial") for node_id in asked]
-    replies = grid.send_and_receive(messages, timeout=max(timeout_s, _LEAST_TIMEOUT_S))
+    replies = grid.send_and_receive(messages, timeout=max(timeout_s, _MIN_BUILD_TIMEOUT_S))
     for reply in replies:
         if reply.has_content():
             records, facts = reply.content.array_records, reply.content.config_records["config"]
             known: dict[str, Any] = dict(facts)
-            return Start(records["arrays"], records["frozen"], **known)
+            return InitialState(records["arrays"], records["frozen"], **known)
     raise FederatedError(
         f"no client could build its model: {replies[0].error.reason}",
-        hint="The log above shows the whole error. Check that model_builder() works in a separate script.",
+        hint="The log above shows the whole error. Check that model_builder() works in a script of its own.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Training loops without a Trainer: the model in DDP, and a data loader whose batches the ranks share.
+"""Training loops without a Trainer: a model in DDP, and a data loader that divides each batch between the ranks.
 
 The functions work in ranks that `enable_multi_gpu` has started or joined, and in one process.
 """
@@ -32,11 +32,11 @@ logger = get_logger(__name__)
 def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = False) -> nn.Module:
     """Moves a model to this rank's device and wraps it in DistributedDataParallel.
 
-    DDP copies rank 0's weights to all ranks and averages their gradients. All ranks must make the call; it opens the
-    process group if necessary. In one process the model is not wrapped. A wrapped model is returned unchanged.
+    DDP copies rank 0's weights to all ranks and averages their gradients. All ranks must make the call, which opens the
+    process group if necessary. In one process it returns the model itself. A wrapped model is returned unchanged.
 
     Create the optimizer after this call, since moving a model may replace its parameters. Layers that use the whole
-    batch, such as BatchNorm, see each rank's part only.
+    batch, such as BatchNorm, see only their rank's part of it.
 
     After `torch.manual_seed(0)` in the script all ranks draw the same dropout masks. For different ones call
     `torch.manual_seed(seed + rank)` after wrapping.
@@ -46,7 +46,8 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = Fal
         find_unused_parameters: Argument of DDP: True if a step may leave a parameter without a gradient.
 
     Raises:
-        SetupError: No parameter requires a gradient, or an option of `enable_multi_gpu` needs a Trainer.
+        SetupError: No parameter requires a gradient, an option of `enable_multi_gpu` needs a Trainer, or it was not
+            called in one of several ranks.
     """
     manager = _manager()
     if any(isinstance(m, DistributedDataParallel) for m in unwrapped(model)):
@@ -71,20 +72,20 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = Fal
     if not any(p.requires_grad for p in model.parameters()):
         raise SetupError(
             "No parameter of the model requires a gradient: there is nothing to train.",
-            hint="Set requires_grad before wrapping; a model that is not trained needs no wrapper.",
+            hint="Set requires_grad before wrapping, or do not wrap a model that is not trained.",
         )
     manager.open_group()
     return DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device.index],
         find_unused_parameters=find_unused_parameters,
-        # Avoids a copy of the gradients.
+        # Saves the memory of a copy of the gradients.
         gradient_as_bucket_view=True,
     )
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Returns the model inside DistributedDataParallel and `torch.compile`, in any order and number."""
+    """Returns the model inside the wrappers of DistributedDataParallel and `torch.compile`, in any order and number."""
     *_, innermost = unwrapped(model)
     return innermost
 
@@ -100,20 +101,20 @@ def distributed_loader(
 ) -> DistributedLoader:
     """Returns a `torch.utils.data.DataLoader` of this rank's part of each step.
 
-    The steps are those of a one-process loader with the same seed: `batch_size` samples, which the ranks share in
-    order. All ranks make the same number of steps. The last step of an epoch may be shorter; a rank without a sample
-    then gets the first one of the step, with weight 0.0.
+    Each step has the `batch_size` samples that this loader has in one process with the same seed, divided into
+    contiguous parts in the order of the ranks. All ranks make the same number of steps. The last step of an epoch may
+    be shorter; a rank without a sample then gets the first one of the step, with weight 0.0.
 
-    Every iteration is a new epoch and must be made on all ranks. `loader.set_epoch(n)` sets the next one.
+    Every iteration is a new epoch and must be made on all ranks. `loader.set_epoch(n)` sets the epoch of the next one.
 
-    DDP averages over ranks. If the ranks' parts of a step differ by a sample, `(loss * loader.loss_weight).backward()`
-    gives the gradient of one process for a loss that is a mean over samples. Otherwise the weight is 1.0. If parts
-    differ, a warning is logged.
+    DDP averages over ranks, so samples of a smaller part count more. For a loss that is a mean over samples,
+    `(loss * loader.loss_weight).backward()` gives the gradient of one process. The weight is 1.0 in steps with equal
+    parts. If those of any step differ in size, rank 0 logs a warning.
 
     Args:
         dataset: With `__len__` and `__getitem__`; the same on all ranks.
-        batch_size: Batch size of the one-process script. The options `global_batch="scale"` and `batch_size_per_gpu` of
-            `enable_multi_gpu` apply here as well.
+        batch_size: Samples in a step of the one-process script. The options `global_batch="scale"` and
+            `batch_size_per_gpu` of `enable_multi_gpu` apply here as well.
         shuffle: Use a new order in each epoch.
         seed: Seed of the order.
         drop_last: Leave out a last step that is shorter.
@@ -121,6 +122,7 @@ def distributed_loader(
 
     Raises:
         ConfigError: A step or the data set has fewer samples than there are ranks, or the data set has no length.
+        SetupError: This process is one of several ranks, and `enable_multi_gpu` was not called.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
@@ -136,9 +138,9 @@ def distributed_loader(
         raise ConfigError(
             f"A step of {step_samples} and a data set of {len(dataset)} sample(s) cannot be shared by {world_size} "
             "rank(s).",
-            hint=f'Raise batch_size to {world_size} or more, or use global_batch="scale", or fewer GPUs.',
+            hint=f'Use {world_size} samples or more in batch_size and data set, global_batch="scale", or fewer GPUs.',
         )
-    # The sampler does not divide samples: every rank draws all of them, and takes its rows of each batch.
+    # With one replica, since every rank draws all samples, and takes its part of each batch.
     order: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed)
     steps = BatchSampler(order, step_samples, drop_last)
     loader = DistributedLoader(dataset, steps, rank, world_size, **loader_options)
@@ -146,7 +148,8 @@ def distributed_loader(
     rows = [loader.rows(step) for step in {0, len(loader) - 1}] if len(loader) else []
     if rank == 0 and (uneven := [of_ranks for of_ranks in rows if len(set(of_ranks)) > 1]):
         logger.warning(
-            "some steps are %s samples: multiply the loss by loader.loss_weight for the gradient of one process",
+            "ranks have %s samples in some steps: multiply the loss by loader.loss_weight for the gradient of one "
+            "process",
             " + ".join(map(str, uneven[0])),
         )
     return loader
@@ -156,8 +159,8 @@ class DistributedLoader(DataLoader[Any]):
     """Loads this rank's batches; see `unsloth_multigpu.distributed_loader`.
 
     Attributes:
-        loss_weight: Weight of the mean loss of the batch yielded last, so that the average over ranks is the mean over
-            the step. 1.0 if all ranks have as many samples, 0.0 for a rank that has none.
+        loss_weight: Weight of the mean loss of the last batch yielded, so that the average over ranks is the mean over
+            the step: 1.0 if all ranks have the same number of samples, 0.0 on a rank that has none.
     """
 
     def __init__(self, dataset: Any, steps: BatchSampler, rank: int, world_size: int, **options: Any) -> None:
@@ -170,24 +173,24 @@ class DistributedLoader(DataLoader[Any]):
         order: Any = self._steps.sampler
         order.set_epoch(self._epoch)
         self._epoch += 1
-        # Workers load ahead, so the weight is set when the batch is yielded.
+        # Here and not in the sampler, which is ahead of the batches with workers.
         for step, batch in enumerate(super().__iter__()):
             rows = self.rows(step)
             self.loss_weight = rows[self._rank] * self._world_size / sum(rows)
             yield batch
 
     def rows(self, step: int) -> list[int]:
-        """Returns the number of samples of each rank in a step."""
+        """Returns the number of samples of each rank in a step, in the order of the ranks."""
         size = self._steps.batch_size
         return rows_of_ranks(min(size, len(self.dataset) - step * size), self._world_size)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration. Later iterations count on from it."""
+        """Sets the epoch of the next iteration, from which later ones count on."""
         self._epoch = epoch
 
 
 def _manager() -> DDPManager:
-    """Returns the session's manager, or that of a single process.
+    """Returns the manager of the session, or without a session that of a single process.
 
     Raises:
         SetupError: This process is one of several ranks, and `enable_multi_gpu` was not called.

@@ -1,1 +1,1 @@
-"""Gradient strategies that replace DDP, each a part of the training."""
+"""Strategies that synchronize gradients or weights in place of DDP."""

@@ -1,4 +1,4 @@
-"""Runs a gradient strategy in Hugging Face's loop, in place of DDP."""
+"""Runs a strategy in Hugging Face's loop, in place of DDP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SYNCS: dict[type[Strategy], type[GradientSync]] = {
     LocalSGD: LocalSGDSync,
     DiLoCo: DiLoCoSync,
 }
-# In a checkpoint, next to the Trainer's own files.
+# File of a checkpoint, next to the Trainer's own files.
 STATE_FILE = "unsloth_multigpu_sync.pt"
 
 
@@ -33,7 +33,7 @@ class Exchange(GradientExchange):
     """Calls a `GradientSync` from methods and callbacks of one Trainer.
 
     Attributes:
-        sync: The strategy, once the training has begun.
+        sync: Runs the strategy; None before the training.
     """
 
     keeps = ("args.average_tokens_across_devices",)
@@ -45,9 +45,9 @@ class Exchange(GradientExchange):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Makes each rank count its own tokens if ranks do not synchronize in every step."""
+        """Lets each rank divide its loss by its own tokens if ranks do not synchronize in every step."""
         if not self._config.is_synchronous:
-            # Counting over all ranks would be a collective in every step.
+            # To count tokens over all ranks is a collective in every step.
             self._trainer.args.average_tokens_across_devices = False
         yield
 
@@ -55,7 +55,7 @@ class Exchange(GradientExchange):
         return {"prepare_model": self._prepare_alone, "training_step": self._training_step}
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Creates the strategy for the prepared model and optimizer. Collective."""
+        """Creates `sync` for the prepared model and optimizer. Collective."""
         trainer = self._trainer
         if isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel):
             raise SetupError(
@@ -81,7 +81,7 @@ class Exchange(GradientExchange):
             self.before_save()
 
     def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Synchronizes before weights are read; after the last epoch, before the best checkpoint is loaded."""
+        """Synchronizes before weights are read, and after the last epoch, since the best checkpoint is loaded next."""
         if control.should_save or control.should_evaluate or self.ends_training():
             self.before_save()
 
@@ -101,25 +101,25 @@ class Exchange(GradientExchange):
 
     @property
     def are_replicas_equal(self) -> bool:
-        """True also before the training."""
+        """True if the weights of all ranks are equal, as they are before the training."""
         return self.sync is None or self.sync.are_replicas_equal
 
     @property
     def may_stop(self) -> bool:
-        """True after a synchronization, for ranks that do not synchronize in every step."""
+        """False between two synchronizations, if ranks do not synchronize in every step."""
         return not isinstance(self._config.strategy, LocalSGD) or self.are_replicas_equal
 
     def sent_bytes(self, num_steps: int) -> int | None:
         return None if self.sync is None else self.sync.sent_bytes
 
     def save_state(self, folder: Path) -> None:
-        """Adds the strategy's state to a checkpoint; nothing if the strategy has no state."""
+        """Adds the strategy's state to a checkpoint; writes no file if there is none."""
         state = {} if self.sync is None else self.sync.state_dict()
         if state:
             torch.save(state, folder / STATE_FILE)
 
     def load_state(self, folder: Path) -> None:
-        """Reads the state that `save_state` has written; warns if there is none."""
+        """Loads what `save_state` has written; warns if the file of a strategy with state is missing. Collective."""
         assert self.sync is not None
         file = folder / STATE_FILE
         self._manager.check_same({STATE_FILE: file.is_file()})
@@ -134,14 +134,14 @@ class Exchange(GradientExchange):
         if is_trained and getattr(model, "_orig_mod", model) is not self._trainer.model:
             raise SetupError(
                 f"A {type(model).__name__} is trained in addition to the Trainer's model, and its gradients would not "
-                "be exchanged.",
+                "be synchronized.",
                 hint="Set strategy='ddp'.",
             )
         placement = args[0] if args else kwargs.get("device_placement")
         return original(model, placement, evaluation_mode=True)
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Trainer.training_step`: synchronizes gradients after the last backward pass of a step."""
+        """Overrides `Trainer.training_step`: calls `after_backward` after the last backward pass of a step."""
         loss = original(*args, **kwargs)
         if self._trainer.accelerator.sync_gradients:
             assert self.sync is not None
