@@ -203,7 +203,7 @@ def test_kernel_alone_has_not_the_weights(notebook: NotebookRun) -> None:
     cell = notebook.run("print(say(model))")
     assert cell.error == "DistributedError"
     assert f"rank 1 (pid {worker.pid}) was ended by SIGKILL" in cell.value
-    assert "keeps its model, unless shard='on' has divided it" in cell.value
+    assert "keeps its model, unless shard='on' has sharded it" in cell.value
     for use in ("say(model)", "model(torch.zeros(1, 2, dtype=int))", "model.save_pretrained('lost')"):
         _refused(notebook.run(use), "the ranks with its other shards have ended")
     assert "The" in notebook.well("print(say(load('full')))")

@@ -111,7 +111,7 @@ def test_a_call_that_a_replayed_cell_does_not_reach_is_asked_for_in_a_cell():
     ended = {1: {"error": "", "traceback": ""}}
     worker = SimpleNamespace(rank=1, exit_code=None, ended=ended, send=lambda *_, **__: None)
     hint = "Call enable_multi_gpu() in a cell, not in a callback or behind a condition."
-    with refused(DistributedError, "it has not come to that call.\nx = 1\n", hint):
+    with refused(DistributedError, "it has not reached that call.\nx = 1\n", hint):
         Kernel([worker], lambda: -1).replay("x = 1", 1.0, has_line=True)
 
 
@@ -125,7 +125,7 @@ def test_stop_while_nothing_may_be_raised_comes_afterwards(kernel):
     reached = []
 
     def run():
-        with kernel.undisturbed():
+        with kernel.uninterruptible():
             kernel.begin("x = 1", {})
             os.kill(os.getpid(), signal.SIGINT)
             wait_until(lambda: kernel.cell.stop_s is not None, 20.0, "Stop")
@@ -140,10 +140,10 @@ def test_stop_while_nothing_may_be_raised_comes_afterwards(kernel):
 
 
 def test_error_that_came_too_late_for_its_cell_ends_no_other(kernel):
-    with kernel.undisturbed():
+    with kernel.uninterruptible():
         kernel.cell = late = Cell(1)
         late.fail("hung", DistributedError("late", hint=""))
-        kernel.attend()
+        kernel.wake_monitor()
         wait_until(lambda: Action.RAISE in late.done, 20.0, "the time of the error")
         kernel.cell = Cell(2)
     time.sleep(0.3)
@@ -165,11 +165,11 @@ def test_outcome_names_the_cause_and_not_its_echo():
     assert outcome(None, "") is None
     assert outcome(ValueError("zero"), "LeftCell: ") is None
     assert outcome(None, "ValueError: one", **failed) is failure
-    assert outcome(echo, "ValueError: one", main_since_s=9.0, **failed) is failure
-    assert outcome(echo, "ValueError: one", main_since_s=1.0, **failed) is failure
-    assert outcome(KeyError("x"), "ValueError: one", main_since_s=9.0, **failed) is failure
-    assert outcome(KeyError("x"), "ValueError: one", main_since_s=1.0, **failed) is None  # Rank 0 was first.
-    assert outcome(ValueError("one"), "ValueError: one", main_since_s=9.0, **failed) is None
+    assert outcome(echo, "ValueError: one", main_state_since_s=9.0, **failed) is failure
+    assert outcome(echo, "ValueError: one", main_state_since_s=1.0, **failed) is failure
+    assert outcome(KeyError("x"), "ValueError: one", main_state_since_s=9.0, **failed) is failure
+    assert outcome(KeyError("x"), "ValueError: one", main_state_since_s=1.0, **failed) is None  # Rank 0 was first.
+    assert outcome(ValueError("one"), "ValueError: one", main_state_since_s=9.0, **failed) is None
     assert outcome(failure, "ValueError: one", **failed) is None
     assert outcome(asyncio.CancelledError(), "ValueError: one", **failed) is failure
 
@@ -185,10 +185,7 @@ def partial_state(**shared):
     return SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared))
 
 
-class Model:
-    """Stands for PreTrainedModel."""
-
-
+Model = type("Model", (), {})  # Stands for PreTrainedModel.
 OPEN_GROUP = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)
 LOADED = {
     "torch": SimpleNamespace(),
@@ -263,7 +260,7 @@ NEVER = 10_000.0
 
 def first_time(action, limit_s=60.0, *, pending=frozenset({1}), **fields):
     """When an action is due, in tenths of a second from the start; those before it are taken when they are due."""
-    cell = Cell(1, **{"main_since_s": 0.0, **fields})
+    cell = Cell(1, **{"main_state_since_s": 0.0, **fields})
     for tick in range(int(limit_s * 20) + 1):
         now_s = tick / 20
         due = next_actions(cell, now_s, pending)
@@ -273,12 +270,12 @@ def first_time(action, limit_s=60.0, *, pending=frozenset({1}), **fields):
     return NEVER
 
 
-ERROR = {"main": "left", "error": ValueError()}
+ERROR = {"main_state": "left", "error": ValueError()}
 
 
 @pytest.mark.parametrize("main", ["runs", "unwinds", "left"])
 def test_cell_that_goes_well_is_left_alone(main):
-    assert all(first_time(action, main=main) == NEVER for action in Action)
+    assert all(first_time(action, main_state=main) == NEVER for action in Action)
 
 
 @pytest.mark.parametrize(
@@ -288,15 +285,12 @@ def test_cell_that_goes_well_is_left_alone(main):
         (Action.RAISE, 1.4, {"failure": "raised"}),
         (Action.ABORT, 1.9, {"failure": "raised"}),
         (Action.RAISE, 0.25, {"failure": "died"}),
-        (Action.ABORT, 0.75, {"failure": "died"}),
         (Action.RAISE, 0.0, {"failure": "hung"}),
-        (Action.ABORT, 0.5, {"failure": "hung"}),
         (Action.RAISE, 0.0, {"failure": "diverged"}),
-        (Action.ABORT, 0.5, {"failure": "diverged"}),
         (Action.ASK, NEVER, {"failure": "raised"}),
         # Stop reaches the workers at once, a cell that awaits soon, and a stuck main thread after a second.
         (Action.PASS_STOP, 0.0, {"stop_s": 0.0}),
-        (Action.PASS_STOP, 0.0, {"stop_s": 0.0, "main": "left"}),
+        (Action.PASS_STOP, 0.0, {"stop_s": 0.0, "main_state": "left"}),
         (Action.PASS_STOP, NEVER, {"stop_s": 0.0, "pending": frozenset()}),
         (Action.RAISE, NEVER, {"stop_s": 0.0}),
         (Action.RAISE, 0.2, {"stop_s": 0.0, "task": object()}),
@@ -306,7 +300,7 @@ def test_cell_that_goes_well_is_left_alone(main):
         (Action.PASS_STOP, NEVER, {"stop_s": 0.0, "makes_group": True}),
         (Action.ABORT, 10.0, {"stop_s": 0.0, "makes_group": True}),
         # Workers are asked to leave when rank 0 leaves by an error.
-        (Action.ASK, 0.5, {**ERROR, "main": "unwinds"}),
+        (Action.ASK, 0.5, {**ERROR, "main_state": "unwinds"}),
         (Action.ASK, 0.5, ERROR),
         (Action.ASK_ABORT, 1.0, ERROR),
         (Action.KILL, 11.0, ERROR),
@@ -315,9 +309,9 @@ def test_cell_that_goes_well_is_left_alone(main):
         # Those that Stop has interrupted are not interrupted again at once.
         (Action.ASK, 0.9, {**ERROR, "stop_s": 0.4}),
         # Others are not waited for when a worker has died.
-        (Action.KILL, 0.0, {"main": "left", "failure": "died"}),
+        (Action.KILL, 0.0, {"main_state": "left", "failure": "died"}),
         # Those in a collective that rank 0 never joins are freed.
-        (Action.ASK_ABORT, 1.0, {"main": "left", "failure": "diverged"}),
+        (Action.ASK_ABORT, 1.0, {"main_state": "left", "failure": "diverged"}),
     ],
 )
 def test_action_is_due(action, time_s, fields):

@@ -9,8 +9,10 @@ from IPython.utils.text import SList
 
 from unsloth_multigpu.errors import ConfigError, DistributedError, SetupError
 from unsloth_multigpu.notebook.cell_program import KernelProgram, ReplayedLineError, WorkerProgram
+from unsloth_multigpu.notebook.display import RankMagics
 from unsloth_multigpu.notebook.kernel import error_text, names_broken_group
 from unsloth_multigpu.notebook.kernel_share import LeftAloneError, Publisher, Receiver, is_rank_0_magic, read_ranks
+from unsloth_multigpu.notebook.worker import WorkerShell
 
 
 @pytest.mark.parametrize(
@@ -18,13 +20,11 @@ from unsloth_multigpu.notebook.kernel_share import LeftAloneError, Publisher, Re
     [
         ("line", "pip", "IPython.core.magics.packaging", True),
         ("line", "cd", "IPython.core.magics.osm", False),
-        ("line", "time", "IPython.core.magics.execution", False),
         ("line", "sx", "IPython.core.magics.osm", False),
         ("line", "timeit", "IPython.core.magics.execution", True),
         ("line", "named_by_the_user", "IPython.core.alias", True),
-        ("cell", "bash", "IPython.core.magics.script", True),
+        ("cell", "python3", "IPython.core.magics.script", True),
         ("cell", "capture", "IPython.core.magics.execution", False),
-        ("cell", "writefile", "IPython.core.magics.osm", True),
         ("line", "ofthefrontend", "google.colab._magics", True),
         ("line", "ofthefrontend", "ipykernel.zmqshell", True),
         ("line", "unknown", None, True),
@@ -51,35 +51,30 @@ def test_a_broken_group_is_known_by_its_words():
 
 
 class Pair:
-    """A kernel and a worker that hear each other at once."""
+    """A kernel and a worker of three ranks that hear each other at once, in cell 1."""
 
     def __init__(self):
-        self.kernel = SimpleNamespace(current=None, send=self.send)
+        cell = SimpleNamespace(number=1, stop_s=None, is_partial=False)
+        self.kernel = SimpleNamespace(current=cell, send=self.send, workers=[None, None])
         self.publisher, self.receiver = Publisher(self.kernel), Receiver(lambda *_, **__: None)
+        self.receiver.enter(1, is_replay=False)
 
     def send(self, _kind, **fields):
         self.receiver.put(fields)
 
-    def begin(self, number):
-        self.kernel.current = SimpleNamespace(number=number, stop_s=None)
-        self.publisher.begin()
-        self.receiver.enter(number, is_replay=False)
-
 
 @pytest.fixture
 def pair():
-    pair = Pair()
-    pair.begin(1)
-    return pair
+    return Pair()
 
 
 @pytest.mark.parametrize(("value", "plain"), [(SList("ab"), ["a", "b"]), (3, 3), ("text", "text"), ({1}, None)])
 def test_what_is_sent_is_plain_and_what_is_kept_is_not(pair, value, plain):
-    assert pair.publisher.make("a", lambda: value) is value
-    received = pair.receiver.make("a", lambda: 1 / 0)
+    assert pair.publisher.share("a", lambda: value) is value
+    received = pair.receiver.share("a", lambda: 1 / 0)
     assert (received, type(received)) == (plain, type(plain))
     with pair.receiver.detached(is_apart=True):
-        assert pair.receiver.make("a", lambda: "own") == "own"
+        assert pair.receiver.share("a", lambda: "own") == "own"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +85,7 @@ def test_an_error_of_rank_0_is_one_of_its_class_on_the_other_ranks(pair, error):
         raise error
 
     with pytest.raises(type(error)):
-        pair.publisher.make("a", make)
+        pair.publisher.share("a", make)
     with pytest.raises(type(error), match="rank 0 failed in a: ") as raised:
         pair.receiver.wait_for("a")
     assert isinstance(raised.value, DistributedError)
@@ -99,9 +94,9 @@ def test_an_error_of_rank_0_is_one_of_its_class_on_the_other_ranks(pair, error):
 
 def test_a_value_that_was_made_before_the_worker_existed_is_not_known(pair):
     pair.receiver.is_replay = True
-    assert pair.receiver.make("%pip install x", lambda: 1 / 0, is_value=False) is None
+    assert pair.receiver.share("%pip install x", lambda: 1 / 0, is_value=False) is None
     with pytest.raises(LeftAloneError, match=r"input\(\) was run before .*\n.*enable_multi_gpu\(\) in the first cell"):
-        pair.receiver.make("input()", lambda: 1 / 0)
+        pair.receiver.share("input()", lambda: 1 / 0)
 
 
 def test_a_worker_is_not_left_alone_for_ever(pair):
@@ -119,8 +114,20 @@ def test_a_worker_knows_where_rank_0_is(pair):
     assert manager.is_abandoned()
     receiver.cell_number = 0
     assert not manager.is_abandoned(), "no cell runs"
-    with receiver.detached(is_apart=True):
-        assert not worker.can_exchange()
+
+
+@pytest.mark.parametrize(("ranks", "is_apart"), [("all", False), ("0,1", True)])
+def test_a_cell_that_not_all_ranks_run_is_apart(pair, monkeypatch, ranks, is_apart):
+    def run_cell(_source):
+        seen.append((pair.publisher.is_apart, pair.receiver.is_apart))
+        return SimpleNamespace(raise_error=lambda: None)
+
+    seen = []
+    monkeypatch.setattr("os.environ", {"RANK": "1", "WORLD_SIZE": "3"})
+    RankMagics(SimpleNamespace(run_cell=run_cell), pair.kernel, pair.publisher, None).rank(ranks, "")
+    WorkerShell._rank(SimpleNamespace(_receiver=pair.receiver, run_cell=run_cell), ranks, "")
+    assert seen == [(is_apart, False), (False, is_apart)]
+    assert pair.kernel.current.is_partial is is_apart
 
 
 def test_the_line_waits_for_rank_0_in_its_cell_and_is_refused_in_earlier_ones(pair):

@@ -1,4 +1,4 @@
-"""The program of a notebook's rank: cells, which may fail, be stopped, and be run again.
+"""The program of a notebook's rank: cells, which can fail, be stopped, and be run again.
 
 `unsloth_multigpu.program` has the base class for scripts, with the purpose of each method.
 """
@@ -26,7 +26,7 @@ from unsloth_multigpu.wire.context import RunContext
 
 
 class ReplayedLineError(SetupError, ConfigError):
-    """Raised by `enable_multi_gpu()` in a replayed cell: rank 0's call has failed or was stopped there."""
+    """Raised on a worker by `enable_multi_gpu()` in a replayed cell, where rank 0's call failed or was stopped."""
 
 
 class CellProgram(Program):
@@ -56,7 +56,7 @@ class CellProgram(Program):
     def enter(self, session: Session) -> None:
         """Sets up this process as a rank."""
         self._session, config = session, session.config
-        # Must be equal on all ranks: a failed call of enable_multi_gpu() may have counted on some of them only.
+        # The index must be equal on all ranks, but some may have counted a call of enable_multi_gpu() that failed.
         session.index = 0
         self._trainings = recovery.Trainings()
         session.on_close.callback(recovery.become_one_process)
@@ -68,7 +68,7 @@ class CellProgram(Program):
         session.beat.note(device=str(local_device(session.identity, config)))
 
     def prepare(self, manager: DDPManager) -> None:
-        """Lets the manager use the store of the process group, which changes with each group: a new one is empty."""
+        """Makes the manager use the store of the process group. Each new group has a new, empty store."""
         manager.connect_store = dist.distributed_c10d._get_default_store
         manager.is_abandoned = lambda: self._sharer.is_abandoned
 
@@ -77,7 +77,7 @@ class CellProgram(Program):
         return not self._sharer.is_apart and dist.is_initialized()
 
     def begin_training(self) -> int:
-        """Returns the number of finished trainings: an interrupted one keeps its number when its cell is run again."""
+        """Returns how many trainings have finished: an interrupted one keeps its number when its cell is run again."""
         self._num_begun += 1
         return self._num_finished
 
@@ -91,21 +91,21 @@ class CellProgram(Program):
             self._trainings.note(self._num_begun - 1, loop)
 
     def order(self) -> dict[str, Any]:
-        """Returns rank 0's fields of the order to open a new group: its counts of trainings apply to all ranks."""
+        """Returns rank 0's fields of the order to open a new group. All ranks take over its counts of trainings."""
         counts = (0, 0) if self.session is None else (self._num_begun, self._num_finished)
         return {"sends_weights": bool(self.trainings), "num_trainings": counts}
 
     def join_group(self, order: Mapping[str, Any]) -> None:
-        """Opens a new process group. Models get rank 0's weights, Trainers cannot train again. Collective.
+        """Opens a new process group. Trainers cannot train again; their models get rank 0's weights. Collective.
 
-        `order` is the message of `Notebook._open_group`. Raises DivergenceError if a model differs between ranks; the
-        group is open then.
+        `order` is the message of `Notebook._open_group`. Raises DivergenceError if a model has different tensors on the
+        ranks; the group is open then.
         """
         # None at first: a worker calls enable_multi_gpu() only in the cell that follows.
         session, trainings = self.session, self.trainings
         if trainings is not None:
             trainings.retire()
-        # Pending collectives would block the end of the old group.
+        # Destroying the old group would wait for pending collectives.
         recovery.abort_group(order["pids"])
         recovery.close_group()
         run_dir = RunContext.read(os.environ).run_dir
@@ -121,7 +121,7 @@ class CellProgram(Program):
 
 
 class KernelProgram(CellProgram):
-    """The program of rank 0, the kernel, which has the current cell. `panel` shows the ranks during a training."""
+    """The program of rank 0. `kernel` has the current cell, and `panel` shows the ranks during a training."""
 
     def __init__(self, kernel: Kernel, publisher: Publisher, panel: Panel) -> None:
         super().__init__(publisher)
@@ -129,7 +129,7 @@ class KernelProgram(CellProgram):
         self._panel = panel
 
     def begin_training(self) -> int:
-        """Refuses a training outside a cell, in which the other ranks would not take part."""
+        """Also refuses a training outside a cell: the other ranks would not take part. Shows the panel."""
         cell, kernel = self._kernel.current, self._kernel
         if cell is None:
             raise SetupError(
@@ -148,10 +148,10 @@ class KernelProgram(CellProgram):
 class WorkerProgram(CellProgram):
     """The program of a rank above 0.
 
-    `receiver` tells which cell runs, and whether rank 0 runs it, too. `options` are rank 0's, those of the run.
+    `receiver` tells which cell runs, and whether rank 0 runs it now. `options` are those of rank 0's call.
 
     Attributes:
-        await_rank_0: Set by the worker. Waits until rank 0 runs the rest of the cell; None = its call has failed there.
+        await_rank_0: Set by the worker. Waits until rank 0 runs the rest of the cell; None = rank 0's call failed.
     """
 
     def __init__(self, receiver: Receiver, options: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ class WorkerProgram(CellProgram):
         self.await_rank_0: Callable[[], None] | None = None
 
     def meet_at_line(self) -> None:
-        """Called by `enable_multi_gpu()`. In a replayed cell it waits for rank 0, or fails as rank 0's call did."""
+        """Called by `enable_multi_gpu()`. In a replayed cell it waits for rank 0, or raises if rank 0's call failed."""
         if not self._receiver.is_replay:
             return
         if self.await_rank_0 is None:
@@ -169,8 +169,8 @@ class WorkerProgram(CellProgram):
         self.await_rank_0()
 
     def enter(self, session: Session) -> None:
-        """Also lets `disable_multi_gpu()` wait for that of rank 0, which ends this process."""
-        if session.config.of_the_run() != self._options:  # Rank 0's call with these has failed in the same cell.
-            raise ReplayedLineError("Rank 0 has called it with other options.", hint="Call it alike on all ranks.")
+        """Also makes `disable_multi_gpu()` wait for rank 0's call of it, which ends this process."""
+        if session.config.of_the_run() != self._options:  # Rank 0's call with these failed earlier in this cell.
+            raise ReplayedLineError("Rank 0 called it with other options.", hint="Call it alike on all ranks.")
         super().enter(session)
         session.on_close.callback(self._receiver.wait_for, "disable_multi_gpu()")

@@ -27,7 +27,7 @@ _USAGE = "%ranks: all ranks. %ranks log [N]: the end of a log. %ranks on, off: o
 
 
 class RankMagics:
-    """The magics in the kernel. In a cell that only some ranks run, `publisher` is detached."""
+    """The magics in the kernel. Under `%%rank`, `publisher` is detached: each rank runs commands for itself."""
 
     def __init__(self, shell: Any, kernel: Kernel, publisher: Publisher, run: Run) -> None:
         self._shell = shell
@@ -35,7 +35,7 @@ class RankMagics:
         self._publisher = publisher
         self._run = run
         self._shows_all = False
-        # The ranks whose output of the running cell is shown.
+        # Workers whose output is shown at the end of the current cell.
         self._shown: set[int] = set()
 
     def open(self, stack: ExitStack) -> None:
@@ -58,17 +58,18 @@ class RankMagics:
                     log.seek(message["output_begin"])
                     text = log.read().decode("utf-8", "replace")
                     if message["traceback"] in str(cell.failure_error):
-                        text = text.replace(message["traceback"], "")  # The error that is shown has it.
+                        text = text.replace(message["traceback"], "")  # It is shown as part of the error.
                     sys.stdout.write(prefix_output(text, worker.rank))
 
     def rank(self, line: str, cell: str) -> None:
         """%%rank N: runs the cell on one rank, on several (0,2), or on all; the others skip it."""
-        ranks = read_ranks(line, len(self._kernel.workers) + 1)
+        ranks = read_ranks(line, num_ranks := len(self._kernel.workers) + 1)
+        is_apart = len(ranks) < num_ranks
         if (running := self._kernel.current) is not None:
-            running.is_of_some = True
+            running.is_partial |= is_apart
         self._shown |= ranks - {0}
         if 0 in ranks:
-            with self._publisher.detached(is_apart=ranks == {0}):
+            with self._publisher.detached(is_apart=is_apart):
                 result = self._shell.run_cell(cell)
             result.raise_error()
 
@@ -77,7 +78,7 @@ class RankMagics:
         self.rank("0", cell)
 
     def ranks(self, line: str) -> None:
-        """%ranks: which ranks are alive, on which device, and how busy; see `%ranks help`."""
+        """%ranks: a table of the ranks: device, step, speed, memory, process; see `%ranks help`."""
         words = line.split()
         if words in (["on"], ["off"]):
             self._shows_all = words == ["on"]
@@ -92,17 +93,17 @@ class RankMagics:
 
 
 def prefix_output(text: str, rank: int) -> str:
-    """Returns a worker's output in a cell with the rank before each line."""
-    # Of a progress bar, keep the last state.
+    """Returns a worker's output in a cell, with its rank before each line."""
+    # Of a progress bar, only the last state is kept.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
     if lines == [""]:
         return ""
-    cut = [f"... {len(lines) - _MOST_LINES} more lines in the log"] if len(lines) > _MOST_LINES else []
+    cut = [f"... {len(lines) - _MOST_LINES} earlier lines in the log"] if len(lines) > _MOST_LINES else []
     return "".join(f"[rank{rank}] {line}\n" for line in [*cut, *lines[-_MOST_LINES:]])
 
 
 class Panel:
-    """Shows the table of a run during a training. At its end the last state stays."""
+    """Shows a table of the ranks below the cell during a training. Afterwards the last state stays there."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -113,7 +114,7 @@ class Panel:
         """Called when a training begins. `is_in_cell` returns False once the running cell has ended."""
         self.end()
         self._stop.clear()
-        # The context of the main thread assigns the output to this cell.
+        # ipykernel assigns output to a cell by context variables, which a new thread does not inherit.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run, args=(self._follow, is_in_cell), name="unsloth_multigpu-panel", daemon=True
@@ -133,7 +134,7 @@ class Panel:
         while not is_over:
             is_over = self._stop.wait(_EVERY_S) or not is_in_cell()
             look = overview.look()
-            # A training that is not steered has no phases, and one of less than a second needs no table.
+            # There is no table for a training that this package does not steer, and for one of less than a second.
             has_begun = any(row["phase"] != "script" for row in look["ranks"])
             if handle is None and has_begun and not is_over:
                 handle = display(bundle(look), raw=True, display_id=True)
@@ -142,6 +143,6 @@ class Panel:
 
 
 def bundle(look: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the table as a MIME bundle: as text and as the same text in HTML."""
+    """Returns the table as a MIME bundle: as text, and the same text in HTML."""
     text = "\n".join([headline(look), *table_of(look, _WIDTH)])
     return {"text/plain": text, "text/html": _HTML.format(html.escape(text))}

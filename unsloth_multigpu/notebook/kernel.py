@@ -20,94 +20,94 @@ from typing import Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import DistributedError, DivergenceError, LaunchError, MultiGPUError
-from unsloth_multigpu.notebook.judge import Action, Kind, Main
+from unsloth_multigpu.notebook.judge import Action, FailureKind, MainState
 from unsloth_multigpu.options import ENV_NOTEBOOK
 from unsloth_multigpu.wire.child import Child
 
 _WAIT_S = 0.05
 # A worker that reads no message for this long is killed: its thread always reads, unless native code holds the GIL.
 _SEND_LIMIT_S = 30.0
-# With the sys.path of the kernel, which may have this package, and has no current folder with names of modules.
+# The kernel's sys.path finds this package, also if a cell has added its folder.
 _PROGRAM = f"""import json, os, sys
 sys.path[:] = json.loads(os.environ["{ENV_NOTEBOOK}"])["path"]
 from unsloth_multigpu.notebook.worker import main
 main()"""
 # The hint of errors after which there are no workers.
 ALONE = (
-    "This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart the kernel to "
-    "train on all ranks."
+    "This kernel continues alone and keeps its model, unless shard='on' has sharded it. Save the model. To train on "
+    "all ranks, restart the kernel."
 )
-# Parts of error messages of torch and gloo after another rank has ended or the group was aborted.
+# Parts of error messages of torch, gloo and NCCL after another rank has ended or the group was aborted.
 _BROKEN = ("Connection closed by peer", "Connection reset", CPU_BACKEND, "NCCL", "ProcessGroup", "process group")
 _ERROR_CHARACTERS = 2000
 
 
 @dataclass
 class Cell:
-    """An order for all ranks: a cell, or the opening of a new process group between two cells.
+    """What all ranks run together: a cell, or the opening of a new process group between two cells.
 
     Attributes:
-        number: Number of the order.
+        number: Counts what the ranks have run, from 1. Not the number that the notebook shows.
         task: asyncio task of an async cell; None for other cells.
         makes_group: It opens a new process group, and runs no code of the user.
-        main: State of the kernel's main thread: it runs the cell, writes its traceback, or has left the cell.
-        main_since_s: When `main` changed; after an error, when the traceback began.
+        main_state: State of the kernel's main thread: it runs the cell, shows its error, or has left the cell.
+        main_state_since_s: When `main_state` changed; after an error, when it began to show the error.
         error: Error of the cell in the kernel.
         stop_s: When the user pressed Stop.
-        taken_stop_s: When the user pressed Stop in a training that handles it and ends after the step on all ranks.
-        is_stop_missed: Stop came while nothing could be raised.
-        failure: Kind of the first fault of another rank; None = none.
-        failure_s: When that was noticed.
-        failure_error: The error to show for it.
+        taken_stop_s: When the user pressed Stop in a training that handles it: all ranks end after the same step.
+        is_stop_missed: Stop was pressed while Python could not raise KeyboardInterrupt in the cell.
+        failure: Kind of the first failure of another rank; None = none.
+        failure_s: When the failure was noticed.
+        failure_error: The error that describes the failure.
         pending_error: The error to raise in the kernel's main thread.
         is_shown: `failure_error` was shown to the user.
-        is_of_some: It has run code on some ranks only, by %%rank.
-        done: Actions of the kernel and when it took them.
+        is_partial: %%rank has run code on some ranks only.
+        done: Actions that the kernel has taken, and when.
     """
 
     number: int
     task: asyncio.Task[Any] | None = None
     makes_group: bool = False
     begin_s: float = field(default_factory=time.monotonic)
-    main: Main = "runs"
-    main_since_s: float = field(default_factory=time.monotonic)
+    main_state: MainState = "runs"
+    main_state_since_s: float = field(default_factory=time.monotonic)
     error: BaseException | None = None
     stop_s: float | None = None
     taken_stop_s: float | None = None
     is_stop_missed: bool = False
-    failure: Kind | None = None
+    failure: FailureKind | None = None
     failure_s: float = 0.0
     failure_error: MultiGPUError | None = None
     pending_error: BaseException | None = None
     is_shown: bool = False
-    is_of_some: bool = False
+    is_partial: bool = False
     diverged_since_s: float | None = None
     done: dict[Action, float] = field(default_factory=dict)
 
-    def enter(self, main: Main) -> None:
+    def enter(self, main_state: MainState) -> None:
         """Sets the state of the kernel's main thread."""
-        if self.main != "unwinds":  # After an error, the start of the traceback counts.
-            self.main_since_s = time.monotonic()
-        self.main = main
+        if self.main_state != "unwinds":  # After an error, the time when it was first shown counts.
+            self.main_state_since_s = time.monotonic()
+        self.main_state = main_state
 
-    def fail(self, kind: Kind, error: MultiGPUError) -> None:
-        """Records the first fault of another rank."""
+    def fail(self, kind: FailureKind, error: MultiGPUError) -> None:
+        """Records a failure of another rank, if it is the first one."""
         if self.failure is None:
             self.failure_error, self.failure_s = error, time.monotonic()
             self.failure = kind
 
 
 class Kernel:
-    """The workers and the current cell. The main thread begins and ends cells, `Monitor` watches them.
+    """The kernel as rank 0: its workers and the current cell. The main thread runs cells, and `Monitor` watches them.
 
     `workers` are the ranks above 0, in order. `last_collective` returns the number of the last collective that this
     process has begun.
 
     Attributes:
         changed: Notified by the monitor when a worker has sent a message or has ended.
-        attend: Set by the monitor. Wakes it when a cell begins or ends.
-        is_undisturbed: No error may be raised in the main thread now.
-        is_broken: After the last cell the state of the process group or of a rank is unknown.
+        wake_monitor: Set by the monitor. Called when a cell begins or ends.
+        is_uninterruptible: No error may be raised in the main thread now.
+        is_broken: After the last cell the ranks may differ, or the process group may be unusable.
     """
 
     def __init__(self, workers: Sequence[WorkerProcess], last_collective: Callable[[], int]) -> None:
@@ -115,10 +115,10 @@ class Kernel:
         self.last_collective = last_collective
         self.cell: Cell | None = None
         self.changed = threading.Condition()
-        self.attend: Callable[[], None] = lambda: None
-        self.is_undisturbed = False
+        self.wake_monitor: Callable[[], None] = lambda: None
+        self.is_uninterruptible = False
         self.is_broken = False
-        # A forked child has the same thread ids.
+        # With the process id, because a forked child has the same thread ids.
         self._main_thread = os.getpid(), threading.get_ident()
         self._cell_numbers = itertools.count(1)
 
@@ -137,19 +137,19 @@ class Kernel:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message to all workers."""
-        with self.undisturbed():
+        with self.uninterruptible():
             for worker in self.workers:
                 worker.send(kind, **fields)
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Within the context neither Stop nor the monitor raises in the main thread. The monitor still sees Stop."""
-        if not self._is_main_thread() or self.is_undisturbed:
+    def uninterruptible(self) -> Iterator[None]:
+        """Within the context neither Stop nor the monitor raises in the main thread. The monitor records Stop."""
+        if not self._is_main_thread() or self.is_uninterruptible:
             yield
             return
         before = signal.getsignal(signal.SIGINT)
         try:
-            self.is_undisturbed = True
+            self.is_uninterruptible = True
             signal.signal(signal.SIGINT, self._note_stop)
             yield
         finally:
@@ -157,14 +157,14 @@ class Kernel:
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
             finally:
-                self.is_undisturbed = False
+                self.is_uninterruptible = False
 
     def _note_stop(self, _signal_number: int, _frame: object) -> None:
-        if self.cell is not None and self.cell.main == "runs":
+        if self.cell is not None and self.cell.main_state == "runs":
             self.cell.is_stop_missed = True
 
     def wait_for(self, condition: Callable[[WorkerProcess], bool], what: str, limit_s: float) -> None:
-        """Waits until every worker fulfils a condition.
+        """Waits until every worker meets a condition. `what` describes the wait in messages.
 
         Raises DistributedError if a worker has ended, LaunchError if one needs longer than `limit_s`.
         """
@@ -197,11 +197,11 @@ class Kernel:
         for worker in self.workers:
             message = worker.ended.get(cell_number)
             if message is not None and (message["error"] or has_line):
-                missed = "a cell, not in a callback or behind a condition"
-                place = "the first cell, and restart the kernel" if message["error"] else missed
+                unreached = "a cell, not in a callback or behind a condition"
+                place = "the first cell, and restart the kernel" if message["error"] else unreached
                 raise DistributedError(
                     f"Code from before enable_multi_gpu() failed on rank {worker.rank}: "
-                    f"{message['error'] or 'it has not come to that call.'}\n"
+                    f"{message['error'] or 'it has not reached that call.'}\n"
                     f"{source.strip()[:500]}\n{message['traceback']}",
                     hint=f"Call enable_multi_gpu() in {place}.",
                 )
@@ -216,49 +216,49 @@ class Kernel:
     ) -> Cell:
         """Begins a cell on all workers. `finish` ends it.
 
-        `source` is the cell as the user wrote it, `random_state` that for the workers' generators, `task` the asyncio
-        task of an async cell, and `execution_count` the cell's number in the notebook.
+        `source` is the cell as the user wrote it, `random_state` the state of rank 0's random generators, `task` the
+        asyncio task of an async cell, and `execution_count` the cell's number in the notebook.
         """
         message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
         return self._begin(Cell(next(self._cell_numbers), task), "cell", {**message, "folder": _folder()})
 
     def begin_group(self, order: Mapping[str, Any]) -> Cell:
-        """Lets the workers open a new process group. `finish` ends it."""
+        """Tells the workers to open a new process group. `finish` waits until they have done so."""
         return self._begin(Cell(next(self._cell_numbers), makes_group=True), "open", order)
 
     def _begin(self, cell: Cell, kind: str, fields: Mapping[str, Any]) -> Cell:
-        with self.undisturbed():
+        with self.uninterruptible():
             for worker in self.workers:
                 worker.waits = None
                 worker.ended.clear()
                 if worker.exit_code is not None:  # It ended between two cells.
-                    cell.fail("died", died(worker))
+                    cell.fail("died", death_error(worker))
             self.cell = cell
             self.send(kind, cell_number=cell.number, **fields)
-            self.attend()
+            self.wake_monitor()
         return cell
 
     def finish(self, error: BaseException | None) -> BaseException | None:
         """Ends the cell on all ranks, after it has ended in the kernel with `error`.
 
-        Returns the error to show instead of `error`; None = show `error`.
+        Returns the error to show instead of `error`; None = `error` stands.
         """
         cell = self.cell
         assert cell is not None
-        with self.undisturbed():
+        with self.uninterruptible():
             cell.error = error
             cell.enter("left")
             self.send("left", cell_number=cell.number)
-            self.attend()
+            self.wake_monitor()
             with self.changed:
                 while self.pending():
                     self.changed.wait(_WAIT_S)
             self.cell = None
         shown, messages = self._outcome(cell), self._messages(cell)
-        collectives = {message.get("collective") for message in messages} | {self.last_collective()}
-        is_cut = any((cell.done, cell.stop_s, len(collectives) > 1, error is not None and names_broken_group(error)))
+        counts = {message.get("collective") for message in messages} | {self.last_collective()}
+        is_interrupted = any((cell.done, cell.stop_s, len(counts) > 1, error is not None and names_broken_group(error)))
         is_common = [message["error"] for message in messages] == [error_text(error)] * len(self.workers)
-        self.is_broken = is_cut or (cell.failure is not None and not cell.is_of_some and not is_common)
+        self.is_broken = is_interrupted or (cell.failure is not None and not cell.is_partial and not is_common)
         return shown
 
     def pending(self) -> frozenset[int]:
@@ -272,17 +272,17 @@ class Kernel:
         messages = self._messages(cell)
         dead = [w for w in self.workers if w.exit_code is not None]
         if dead:
-            return died(dead[0])
-        is_echo = cell.error is None or names_broken_group(cell.error)
+            return death_error(dead[0])
+        is_consequence = cell.error is None or names_broken_group(cell.error)
         if cell.stop_s is not None:
-            return KeyboardInterrupt("Stop was pressed.") if is_echo else None
+            return KeyboardInterrupt("Stop was pressed.") if is_consequence else None
         if isinstance(cell.error, asyncio.CancelledError):
             return cell.failure_error
         if cell.failure_error is not None and not isinstance(cell.error, MultiGPUError):
             kinds = {message["error"].partition(":")[0] for message in messages}
             # Show rank 0's error if all ranks raise the same one, or if rank 0 raised it first.
             is_common = cell.error is not None and kinds == {type(cell.error).__name__}
-            is_first = not is_echo and cell.main_since_s < cell.failure_s
+            is_first = not is_consequence and cell.main_state_since_s < cell.failure_s
             return None if is_common or is_first else cell.failure_error
         return None if cell.error is not None else self._divergence(messages)
 
@@ -311,11 +311,11 @@ def _folder() -> str:
 
 
 class WorkerProcess(Child):
-    """Starts the process of a rank above 0, and keeps its messages.
+    """The process of a rank above 0, which is started here, and its latest messages.
 
     Attributes:
         is_ready: It accepts cells.
-        ended: Its message about the end of a cell, by the number of the cell. Only the latest are kept.
+        ended: Its message about the end of a cell, by the number of the cell. Emptied when a cell begins.
         waits: While it waits for a value of rank 0, the number of its last collective; None = it does not wait.
     """
 
@@ -328,7 +328,7 @@ class WorkerProcess(Child):
         self.channel = Channel(self.connection, _SEND_LIMIT_S)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message, and kills a process that does not read it."""
+        """Sends a message, and kills the process if it does not read it."""
         if self.exit_code is not None:
             return
         try:
@@ -347,14 +347,14 @@ class WorkerProcess(Child):
         super().close()
 
 
-def strike(task: asyncio.Task[Any] | None, error: BaseException) -> None:
-    """Ends a cell, whose thread calls this: raises `error`, or cancels its task if another one runs now."""
+def raise_or_cancel(task: asyncio.Task[Any] | None, error: BaseException) -> None:
+    """Ends a cell from its own thread: raises `error`, or cancels the cell's task if another task runs now."""
     if task is None or asyncio.current_task(task.get_loop()) is task:
         raise error from None
     task.get_loop().call_soon_threadsafe(task.cancel)
 
 
-def died(worker: WorkerProcess) -> DistributedError:
+def death_error(worker: WorkerProcess) -> DistributedError:
     """Returns the error about a worker that has ended."""
     return DistributedError(worker.describe_death(), hint=ALONE)
 
@@ -376,8 +376,8 @@ class Channel:
     def send(self, kind: str, **fields: Any) -> None:
         """Sends one message: its kind, and fields that JSON can hold.
 
-        Raises BlockingIOError if the other side does not read: the message may be cut off, which ends the pair. Raises
-        OSError if the other side is gone.
+        Raises BlockingIOError if the other side does not read: part of the message may have been sent, so the channel
+        is unusable then. Raises OSError if the other side is gone.
         """
         with self._lock:
             self._end.send_bytes(json.dumps({"kind": kind, **fields}).encode())
@@ -394,7 +394,7 @@ class Channel:
 
 
 def error_text(error: BaseException | None) -> str:
-    """Formats an error for messages between ranks, as rank 0's own error if it reports one; "" = no error."""
+    """Formats an error for messages between ranks; "" = no error. An error that reports one of rank 0 becomes that."""
     if error is None:
         return ""
     return (getattr(error, "of_rank_0", "") or f"{type(error).__name__}: {error}")[:_ERROR_CHARACTERS]

@@ -1,6 +1,6 @@
 """What rank 0 does for all ranks: commands, magics, logins, questions. The others wait for its result or error.
 
-The kernel and its workers use it. Public methods of IPython are replaced on the one shell object while the ranks live.
+The kernel and its workers use this module. It replaces public methods of IPython on the shell object of a process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.wire.process import set_variables
 
-# Magics that change the machine, ask the user, measure, or use the front end. Only rank 0 runs them, and what they run
-# does not see the variables of a rank. %sx and its like return what `getoutput` does, which all ranks call.
+# Magics that change the machine, ask the user, measure, or use the front end. Only rank 0 runs them, and programs that
+# they start do not get the variables of a rank. %sx and %system are not listed: they call `getoutput`, which shares.
 _RANK_0_CELL_MAGICS = """
-bash bigquery cmd file html javascript js latex markdown memit mprun perl pypy python2 ruby script sh shell sql svg
-timeit writefile
+bash bigquery cmd file html javascript js latex markdown memit mprun perl pypy python python2 python3 ruby script sh
+shell sql svg timeit writefile
 """
 _RANK_0_LINE_MAGICS = """
 autosave bookmark cat clear conda config connect_info cp debug doctest_mode ed edit gui history killbgscripts ldir less
@@ -36,9 +36,9 @@ rmdir save sc shell store subshell tb tensorboard timeit uv
 """
 # These read the history of the shell, which only rank 0 has.
 _HISTORY_MAGICS = frozenset({"macro", "rerun"})
-# Modules with magics of front ends, which a worker does not have.
+# Modules with the magics of front ends, which workers do not have.
 _FRONT_ENDS = ("ipykernel.", "google.colab.")
-# The module of aliases of system commands.
+# The module of magics that are aliases of system commands.
 _ALIASES = "IPython.core.alias."
 
 _LOGINS = ("login", "logout", "notebook_login", "interpreter_login")
@@ -52,27 +52,27 @@ class LeftAloneError(DistributedError):
 
 
 class Sharer:
-    """What both sides of a shared value have.
+    """Numbers the values that rank 0 computes for all ranks; base of the side that sends and the side that receives.
 
-    The key of a value is its kind, which includes the text of the command, and the count of that kind in the cell.
-    Ranks that take the same path through a cell use the same keys; a rank on another path does not get a wrong value.
+    A value has a label, such as the text of a command. Its key is the label and how often the cell has used it. Ranks
+    that take the same path through a cell use the same keys; a rank on another path does not get a wrong value.
 
     Attributes:
-        is_apart: On rank 0: no other rank runs the code that it runs now. On other ranks: rank 0 does not run it.
+        is_apart: Not all ranks run the code that this rank runs now.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Called when a cell begins. The last one may have been interrupted, and its threads may still run."""
+        """Called when a cell begins. An interrupted one may have left the state as it was within `detached`."""
         self._counts: Counter[str] = Counter()
         self._depth = 0
         self.is_apart = False
 
     @contextmanager
     def detached(self, *, is_apart: bool = False) -> Iterator[None]:
-        """Within the context this rank computes values for itself alone: not all ranks run this code."""
+        """Within the context this rank computes values itself, and shares none. `is_apart`: see the class."""
         before, self.is_apart = self.is_apart, is_apart or self.is_apart
         self._depth += 1
         try:
@@ -81,13 +81,13 @@ class Sharer:
             self._depth = max(0, self._depth - 1)
             self.is_apart = before
 
-    def _next_key(self, kind: str) -> str:
-        self._counts[kind] += 1
-        return f"{kind}/{self._counts[kind]}"
+    def _next_key(self, label: str) -> str:
+        self._counts[label] += 1
+        return f"{label}/{self._counts[label]}"
 
 
 class Publisher(Sharer):
-    """On rank 0: computes values and sends them."""
+    """On rank 0: computes values and sends them to the workers."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
@@ -98,25 +98,25 @@ class Publisher(Sharer):
         """True if all other ranks have ended the current cell."""
         return self._kernel.current is not None and not self._kernel.pending()
 
-    def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
-        """Calls `make` and sends its result or error to the other ranks. A nested call only calls `make`.
+    def share(self, label: str, compute: Callable[[], Any], *, is_value: bool = True) -> Any:
+        """Calls `compute` and sends its result or error to the other ranks. A nested call only calls `compute`.
 
         Args:
-            kind: Kind of the value, with the text of the command or question; equal on all ranks.
-            make: Computes the value, on this rank only. The other ranks get None for a result that is not a text, an
+            label: Names the value, with the text of the command or question; equal on all ranks.
+            compute: Computes the value, on this rank only. The other ranks get None for a result that is not a text, an
                 integer or a list of lines.
             is_value: See `Receiver.wait_for`.
         """
         cell = self._kernel.current
         if cell is None:
-            return make()
+            return compute()
         if self._depth:
-            return _stoppable(cell, make)
-        sent = {"key": self._next_key(kind), "cell_number": cell.number}
+            return _stoppable(cell, compute)
+        sent = {"key": self._next_key(label), "cell_number": cell.number}
         # KeyboardInterrupt is not sent: Stop interrupts each rank.
         try:
             with self.detached():
-                value = _stoppable(cell, make)
+                value = _stoppable(cell, compute)
         except Exception as error:
             self._kernel.send("value", **sent, outcome=failure(error))
             raise
@@ -132,7 +132,7 @@ class Receiver(Sharer):
 
     Attributes:
         cell_number: Number of the current cell; 0 = none.
-        is_replay: The cell is one that rank 0 ran before it had other ranks.
+        is_replay: The cell is one that rank 0 ran before `enable_multi_gpu()`.
     """
 
     def __init__(self, send: Callable[..., None]) -> None:
@@ -140,7 +140,7 @@ class Receiver(Sharer):
         self._send = send
         self._values: dict[str, dict[str, Any]] = {}
         self._has_news = threading.Condition()
-        # The last cell that rank 0 has left.
+        # Number of the last cell that rank 0 has left.
         self._left_cell = 0
         self.cell_number = 0
         self.is_replay = True
@@ -154,7 +154,7 @@ class Receiver(Sharer):
 
     @property
     def is_abandoned(self) -> bool:
-        """True if rank 0 has left the current cell, and computes no more values in it."""
+        """True if rank 0 has left the current cell, and so computes no more values in it."""
         return self._left_cell >= self.cell_number > 0
 
     def put(self, message: dict[str, Any]) -> None:
@@ -169,21 +169,21 @@ class Receiver(Sharer):
             self._left_cell = cell_number
             self._has_news.notify_all()
 
-    def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
-        """The counterpart of `Publisher.make`: waits for the value, or computes it within `detached`."""
-        return make() if self._depth else self.wait_for(kind, is_value=is_value)
+    def share(self, label: str, compute: Callable[[], Any], *, is_value: bool = True) -> Any:
+        """The counterpart of `Publisher.share`: waits for the value, or computes it within `detached`."""
+        return compute() if self._depth else self.wait_for(label, is_value=is_value)
 
-    def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
-        """Waits until rank 0 has computed the value, without a limit.
+    def wait_for(self, label: str, *, is_value: bool = True) -> Any:
+        """Waits without a limit until rank 0 has computed the value, and returns it.
 
-        The code uses the value if `is_value`. Otherwise, as for `%pip`, it is skipped in a replayed cell, because
-        rank 0 has done it already.
+        `is_value` says that the cell needs the value. If not, as for `%pip`, a replayed cell gets None at once, because
+        rank 0 has run the command already.
 
         Raises:
-            DistributedError: Rank 0 has raised an error. This one is an instance of that error's class, too.
-            LeftAloneError: Rank 0 has left the cell without the value, or computed it before this rank existed.
+            DistributedError: Rank 0 has raised an error. The one raised here is also of that error's class.
+            LeftAloneError: Rank 0 has left the cell without computing the value, or ran it before this rank existed.
         """
-        line = " ".join(kind.split())
+        line = " ".join(label.split())
         what = line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}..."
         if self.is_replay:
             if is_value:
@@ -192,7 +192,7 @@ class Receiver(Sharer):
                     hint="Restart the kernel, and call enable_multi_gpu() in the first cell.",
                 )
             return None
-        message = self._take(self._next_key(kind))
+        message = self._take(self._next_key(label))
         if message is None:
             raise LeftAloneError(
                 f"rank 0 has left the cell without {what}.", hint="Let all ranks run the same code in a cell."
@@ -200,7 +200,7 @@ class Receiver(Sharer):
         return value_of(message["outcome"], what)
 
     def _take(self, key: str) -> dict[str, Any] | None:
-        """Waits for a message, and tells the kernel so; None = rank 0 has left the cell."""
+        """Waits for the message with a key, and tells the kernel about the wait; None = rank 0 has left the cell."""
         number = self.cell_number
 
         def has_come() -> bool:
@@ -214,10 +214,10 @@ class Receiver(Sharer):
             return self._values.pop(key, None)
 
 
-def _stoppable(cell: Cell, make: Callable[[], Any]) -> Any:
-    """Calls `make`, and raises after Stop: IPython would end the command and continue the cell, on rank 0 only."""
+def _stoppable(cell: Cell, compute: Callable[[], Any]) -> Any:
+    """Calls `compute`, and raises if Stop has ended it: IPython would end only the command, and continue the cell."""
     stop_s = cell.stop_s
-    value = make()
+    value = compute()
     if cell.stop_s != stop_s:
         raise KeyboardInterrupt("Stop was pressed.")
     return value
@@ -231,7 +231,7 @@ def _plain(value: Any) -> Any:
 
 
 def like_ipython(output: Any) -> Any:
-    """Converts the output of a command or magic to IPython's types, which have `x.s`, `x.l` and so on."""
+    """Converts the output of a command or magic to IPython's types, whose attributes are `x.s`, `x.l` and so on."""
     from IPython.utils.text import LSString, SList
 
     return SList(output) if isinstance(output, list) else LSString(output) if isinstance(output, str) else output
@@ -241,8 +241,8 @@ def like_ipython(output: Any) -> Any:
 def variables_set(values: Mapping[str, str | None]) -> Iterator[None]:
     """Sets environment variables within the context; None = not set.
 
-    A program that a cell starts with `!python other.py` would take itself for a rank and wait for the others. No effect
-    in other threads: the running cell needs its variables.
+    With the variables of a rank, a program that a cell starts (`!python other.py`) would wait for the other ranks. Has
+    no effect in other threads than the main one: the running cell needs the variables.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -258,8 +258,8 @@ def variables_set(values: Mapping[str, str | None]) -> Iterator[None]:
 def is_rank_0_magic(kind: str, name: str, magic: Any) -> bool:
     """True for a magic that only rank 0 runs.
 
-    `kind` is "line" or "cell", `name` has no per cent signs, and `magic` is the magic's function; None = the shell does
-    not have it.
+    `kind` is "line" or "cell", and `name` has no percent signs. `magic` is the magic's function; None = the shell
+    has no such magic.
     """
     if magic is None or f"{getattr(magic, '__module__', '')}.".startswith((*_FRONT_ENDS, _ALIASES)):
         return True
@@ -272,8 +272,8 @@ def done_by_rank_0(
 ) -> Iterator[None]:
     """Within the context, the shell runs commands and magics on rank 0 only, and the other ranks get the results.
 
-    `sharer` sends the results on rank 0, and waits for them on other ranks. Programs that are started see
-    `variables_before`, without those of a rank.
+    `sharer` sends the results on rank 0, and waits for them on other ranks. Programs that a cell starts get
+    `variables_before`, those of the kernel before it became a rank.
     """
     from IPython.core.error import UsageError
 
@@ -281,11 +281,11 @@ def done_by_rank_0(
     line_magic, cell_magic = shell.run_line_magic, shell.run_cell_magic
     expand, local_scope = type(shell).var_expand, type(shell).get_local_scope
 
-    def share(kind: str, run: Callable[[], Any], *, is_value: bool) -> Any:
+    def share(label: str, run: Callable[[], Any], *, is_value: bool) -> Any:
         with variables_set(variables_before):
-            return like_ipython(sharer.make(kind, run, is_value=is_value))
+            return like_ipython(sharer.share(label, run, is_value=is_value))
 
-    # Both look names up in the frame of the user's code, to which IPython counts.
+    # Both look up names in the frame of the user's code, which IPython finds by its depth on the stack.
     def var_expand(cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
         return expand(shell, cmd, _real_depth(depth), *args, **kwargs)
 
@@ -325,9 +325,9 @@ def done_by_rank_0(
 
 
 def _real_depth(depth: int) -> int:
-    """Returns the depth of a frame for a method of IPython, given the depth without the frames of this module.
+    """Converts a stack depth that IPython has passed, which does not count the frames of this module, to one that does.
 
-    Called by the method's replacement. Depths count from the method's caller.
+    Called by the replacement of a method to which IPython passes the depth. Depths count from the method's caller.
     """
     frame, real_depth = sys._getframe(2), 1
     while frame.f_back is not None and (depth > 0 or frame.f_globals is globals()):
@@ -336,17 +336,17 @@ def _real_depth(depth: int) -> int:
     return real_depth
 
 
-def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
-    """Returns the patches of functions that ask the user. `make` is `Publisher.make` or `Receiver.make`."""
+def notebook_patches(share: Callable[..., Any]) -> list[Patch]:
+    """Returns the patches of logins, which ask the user. `share` is `Publisher.share` or `Receiver.share`."""
     return [
-        Patch(f"huggingface_hub._login:{name}", _HUB, functools.partial(_once, make, name), _ASKS, optional=True)
+        Patch(f"huggingface_hub._login:{name}", _HUB, functools.partial(_once, share, name), _ASKS, optional=True)
         for name in _LOGINS
     ]
 
 
-def _once(make: Callable[..., Any], name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    # Without the arguments: a token that is given to `login` is not sent to other ranks.
-    return make(f"{name}()", lambda: original(*args, **kwargs), is_value=False)
+def _once(share: Callable[..., Any], name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    # The label has no arguments: a token that is given to `login` is not sent to other ranks.
+    return share(f"{name}()", lambda: original(*args, **kwargs), is_value=False)
 
 
 def read_ranks(text: str, num_ranks: int) -> frozenset[int]:

@@ -53,12 +53,12 @@ _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
 _JOB = "notebook"
 _RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
-# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device; and those of sharding.
+# Set while this kernel is a rank: its device for accelerate, what the device cannot do for NCCL, and sharding.
 _RANK_VARIABLES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
     *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", *SHARD_VARIABLES),
 )
-# Keeps an error in ProcessGroupNCCL from ending the kernel's process.
+# Without these, an error in ProcessGroupNCCL ends the kernel's process.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
@@ -70,7 +70,8 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, shell: Any, *, replay:
 
     Raises:
         SetupError: The kernel has objects that were made for one process, or has run no cell.
-        DistributedError: A worker could not start, or an earlier cell failed on it.
+        DistributedError: A worker has ended, or an earlier cell failed on it.
+        LaunchError: Starting a worker, or an earlier cell on it, took too long.
     """
     check_kernel(config, num_ranks, replay=replay, had_workers=had_workers)
     cells = shell.history_manager.input_hist_parsed[1:]
@@ -78,7 +79,7 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, shell: Any, *, replay:
         raise SetupError("enable_multi_gpu() was called before the first cell.", hint="Call it in a cell.")
     begin_s = time.monotonic()
     with ExitStack() as stack:
-        on_close = stack.enter_context(ExitStack())  # Of the session; also if it cannot be opened.
+        on_close = stack.enter_context(ExitStack())  # The session's, closed here too if the session cannot be opened.
         notebook = Notebook(config, num_ranks, shell, stack)
         notebook.replay(cells)
         session = notebook.open_session(on_close)
@@ -92,12 +93,12 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, shell: Any, *, replay:
 
 
 def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_workers: bool) -> None:
-    """Refuses a kernel that cannot become rank 0. Imports nothing. The arguments are those of `open_notebook`.
+    """Refuses a kernel that cannot become rank 0. Imports nothing. Arguments: see `open_notebook`.
 
     Raises:
         ConfigError: Options that notebooks do not support.
-        SetupError: The kernel has objects that were made for one process.
-        VersionError: IPython or ipykernel are too old.
+        SetupError: The kernel has objects that were made for one process, or this is no call in a cell.
+        VersionError: IPython or ipykernel is too old.
     """
     for name, versions in SUPPORTED_IN_NOTEBOOKS.items():
         if not (row := check_version(name + versions)).ok:
@@ -132,7 +133,7 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_wo
 
 
 def _check_devices(num_ranks: int) -> None:
-    """Refuses a kernel in which torch or accelerate are already set up for one process."""
+    """Refuses a kernel in which accelerate is set up for one process, or torch has opened too few devices."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     if state is not None and state._shared_state:
         raise SetupError(
@@ -151,7 +152,7 @@ def _check_devices(num_ranks: int) -> None:
 class Notebook:
     """The ranks of one kernel, until `disable_multi_gpu` or until a worker dies.
 
-    Resources that are opened here are added to `stack`, which the caller closes.
+    The caller closes `stack`, which holds everything that is opened here.
     """
 
     def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, stack: ExitStack) -> None:
@@ -174,23 +175,23 @@ class Notebook:
             workers.append(WorkerProcess(other.rank, self.log_dir / f"rank_{other.rank}.log", environment))
             stack.callback(workers[-1].close, _END_LIMIT_S)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        # Of this rank's share of the cores: the kernel was started with threads for all of them.
+        # The kernel has a thread for each core, and the cores are now shared by the ranks.
         torch.set_num_threads(threads_of_each(num_ranks))
         stack.callback(close_group)
-        # First, because NCCL would wait for the other ranks, which exit without closing the group.
+        # Before close_group, where NCCL would wait for the other ranks: they exit without closing the group.
         stack.callback(abort_group, self.kernel.pids)
         stack.callback(Monitor(self.kernel, self.run_dir, config.hang_timeout_s).close)
         self.kernel_shell = KernelShell(shell, self.kernel, self.after_cell, before, run)
         stack.callback(self.kernel_shell.close)
         self.program = KernelProgram(self.kernel, self.kernel_shell.publisher, panel := Panel(run))
         stack.callback(panel.end)
-        # At exit the kernel only kills its workers, because its front end waits for its end.
-        leave = only_here(self._leave)
-        atexit.register(leave)
-        stack.callback(atexit.unregister, leave)
+        # At exit the kernel only kills its workers: its front end waits for it to exit.
+        kill_workers = only_here(self._kill_workers)
+        atexit.register(kill_workers)
+        stack.callback(atexit.unregister, kill_workers)
 
     def replay(self, cells: Sequence[str]) -> None:
-        """Runs the cells of this kernel on the workers, the last one up to the line. There is no process group yet."""
+        """Runs the cells of this kernel on the workers, the last one up to `enable_multi_gpu()`. No group is open."""
         self.kernel.wait_for(lambda worker: worker.is_ready, "starting the workers", _START_LIMIT_S)
         for number, source in enumerate(cells, 1):
             if source.strip():
@@ -200,20 +201,20 @@ class Notebook:
     def open_session(self, on_close: ExitStack) -> Session:
         """Opens the process group and the session of rank 0."""
         self._open_group()
-        # Read again, because this kernel has become a rank meanwhile.
+        # Read now, because this kernel has the variables of a rank only since `__init__`.
         context = RunContext.read(os.environ)
         return open_session(Session(self._config, self._identity, context, program=self.program, on_close=on_close))
 
     def after_cell(self) -> None:
         """Called between two cells: opens a new process group if the last cell broke the old one.
 
-        Raises DivergenceError if ranks have different models, so that they cannot get rank 0's weights. Raises
-        DistributedError if the ranks cannot open a new process group: this kernel is alone then.
+        Raises DivergenceError if a model has different tensors on the ranks, which cannot get rank 0's weights then.
+        Raises DistributedError if the ranks cannot open a new process group; this kernel then continues alone.
         """
         trainings = self.program.trainings
-        is_cut = trainings is not None and trainings.is_cut
+        is_interrupted = trainings is not None and trainings.is_interrupted
         shown: MultiGPUError | None = None
-        if not self._dead() and (self.kernel.is_broken or is_cut):
+        if not self._dead() and (self.kernel.is_broken or is_interrupted):
             try:
                 self._open_group()
             except DivergenceError as divergence:
@@ -233,7 +234,7 @@ class Notebook:
     def _give_up(self, failed: BaseException) -> DistributedError:
         for worker in self.kernel.workers:
             worker.kill("the ranks could not open a new process group")
-        with self.kernel.changed:  # The monitor collects them.
+        with self.kernel.changed:  # The monitor collects their exit codes.
             self.kernel.changed.wait_for(lambda: len(self._dead()) == len(self.kernel.workers), _END_LIMIT_S)
         error = DistributedError(
             f"The ranks could not open a new process group after the cell ({type(failed).__name__}: {failed}).",
@@ -243,7 +244,7 @@ class Notebook:
         return error
 
     def _open_group(self) -> None:
-        """Opens a new process group on all ranks, and broadcasts the weights of rank 0's models."""
+        """Opens a new process group on all ranks. The models of its Trainers get rank 0's weights."""
         config = self._config
         self._generation += 1
         order = {
@@ -265,8 +266,8 @@ class Notebook:
         if (shown := self.kernel.finish(None)) is not None:
             raise shown
 
-    def _leave(self) -> None:
-        """Called when the kernel exits: kills the workers."""
+    def _kill_workers(self) -> None:
+        """Called when the kernel exits. Also removes the run's folder."""
         for worker in self.kernel.workers:
             worker.kill()
         shutil.rmtree(self.run_dir, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Opens and aborts the process group of a notebook's ranks, and recovers their models when it ends.
+"""Opens and aborts the process group of a notebook's ranks, and keeps their models usable after it has ended.
 
-They get a new group after a failed cell. Trainers are lost, and all ranks get rank 0's weights. Sharded models move to
-the new process group; if shards are lost, their use is an error.
+After a failed cell the ranks get a new group, and rank 0's weights. Earlier Trainers cannot train again. Sharded models
+move to the new group; the use of one whose shards are lost is an error.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 logger = get_logger(__name__)
 
-# All ranks open the group at the same time, so this limit is long enough.
+# Short, because all ranks open the group at the same time.
 _OPEN_LIMIT_S = 60.0
 _Address = tuple[str, int]
 # Why a sharded model is lost.
-_CUT = "an error or a second Stop has interrupted its training, so the ranks' shards may be a step apart."
+_INTERRUPTED = "an error or a second Stop has interrupted its training, so the ranks' shards may be a step apart."
 _ALONE = "the ranks with its other shards have ended."
-_OLD_TORCH = "a cell was interrupted while its shards were gathered, and torch before 2.13 cannot undo that."
+_OLD_TORCH = "a cell has failed or was stopped, and torch before 2.13 cannot move its shards to a new process group."
 _OTHER_GROUP = "its shards belong to a process group that the script has made, and that is gone."
 
 
 def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -> None:
-    """Opens the default process group of this generation, a number that grows by one with each group. Collective.
+    """Opens the default process group. `generation` is a number that grows by one with each group. Collective.
 
     The store is a file in the run's private folder: no port is open, and no other user can join. `timeout_s` limits one
     collective.
@@ -59,7 +59,7 @@ def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -
     if kind_of(backend) is not None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     path = run_dir / f"store_{generation}"
-    # Created here, because the store's own file would be readable by others.
+    # Created here, because other users could read a file that the store creates.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     store = FileStore(str(path), world_size)
     Board(rank, store).meet(world_size, timeout_s=min(timeout_s, _OPEN_LIMIT_S), hint="Restart the kernel.")
@@ -76,24 +76,24 @@ def close_group() -> None:
 
 
 def abort_group(pids: Sequence[int]) -> None:
-    """Makes a collective in which another thread waits raise an error. The group is not usable afterwards.
+    """Aborts the group, so that a collective in which another thread waits raises an error. Local, not collective.
 
-    gloo's `abort()` does not end a wait (torch 2.13). Shutting down the connections between the ranks, `pids`, does.
-    Listening sockets are left alone: shutting one down ends the process.
+    gloo's `abort()` does not end a wait (torch 2.13), but a shutdown of the TCP connections between the ranks, `pids`,
+    does. Listening sockets are left alone: shutting one down ends the process.
     """
     if not dist.is_initialized():
         return
     _abort_backends()
     theirs = {(there, here) for pid in pids if pid != os.getpid() for _, _, here, there in _connections(pid)}
     for descriptor, family, *ends in _connections(os.getpid()):
-        # Either side may have closed it meanwhile, and the descriptor may be that of another file.
+        # The connection may be closed by now, and the descriptor may belong to another file.
         with suppress(OSError), socket.fromfd(descriptor, family, socket.SOCK_STREAM) as end:
             if tuple(ends) in theirs and [_address(end.getsockname()), _address(end.getpeername())] == ends:
                 end.shutdown(socket.SHUT_RDWR)
 
 
 def _abort_backends() -> None:
-    """Aborts the backends of accelerators together: one by one they can wait for each other (pytorch#119797)."""
+    """Aborts the accelerators' backends as one NCCL group: one by one they can deadlock (pytorch#119797)."""
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
     backends = []
     for group, (name, _) in list(c10d._world.pg_map.items()):
@@ -112,7 +112,7 @@ def _connections(pid: int) -> list[tuple[int, int, _Address, _Address]]:
     """Returns descriptor, family, own and peer's address of each TCP connection of a process; [] if it has ended."""
     try:
         process = psutil.Process(pid)
-        # `connections` is the name in psutil 5, which kernels of older images have imported.
+        # It is named `connections` in psutil 5, which the kernel of an older image may have imported.
         found = getattr(process, "net_connections", None) or process.connections
         connections = found(kind="tcp")
     except psutil.NoSuchProcess:
@@ -129,20 +129,20 @@ def _address(address: Sequence[Any]) -> _Address:
 class Trainings:
     """The Trainers that were trained in this process group, by the number of their last training.
 
-    A number is recorded after all ranks have agreed on the training, so it means the same Trainer on all ranks, even if
-    some ranks have released theirs.
+    A Trainer is recorded after all ranks have agreed on the training, so a number means the same Trainer on each, even
+    if some ranks have released theirs.
     """
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[weakref.ref[TrainerLike], Loop]] = {}
         # Numbers of the trainings that an exception has interrupted.
-        self._cut: set[int] = set()
+        self._interrupted: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._noted)
 
     @property
-    def is_cut(self) -> bool:
+    def is_interrupted(self) -> bool:
         """True if an exception has interrupted a training."""
         return any(trainer.is_in_train for trainer in self._living().values())
 
@@ -156,39 +156,39 @@ class Trainings:
         self._noted[number] = weakref.ref(trainer), loop
 
     def retire(self) -> None:
-        """Makes training with the Trainers and DDP wrappers of this group an error: optimizers may be a step apart.
+        """Makes training with the Trainers and DDP wrappers of this group an error.
 
-        A Trainer still evaluates and saves.
+        The ranks' optimizers may be a step apart. A Trainer still evaluates and saves.
         """
-        self._cut = {number for number, trainer in self._living().items() if trainer.is_in_train}
-        if self._cut:
-            logger.info("the training was cut off. To train again, make a new Trainer")
+        self._interrupted = {number for number, trainer in self._living().items() if trainer.is_in_train}
+        if self._interrupted:
+            logger.info("the training was interrupted. To train again, make a new Trainer")
         for number, trainer in self._living().items():
             self._noted[number][1].let_go()  # An exception may have interrupted an earlier `let_go`.
             trainer.is_in_train = False
             trainer.train = _refuse_old_trainer
-            _take_ddp_off(trainer)
+            _remove_ddp(trainer)
         for ddp in _living_modules(nn.parallel.DistributedDataParallel):
-            ddp._remove_autograd_hooks()  # They would run in the next wrapper of the same model.
+            ddp._remove_autograd_hooks()  # They would run in the model's next wrapper, too.
             ddp.forward = _refuse_old_wrapper
 
     def send_weights(self, manager: DDPManager, *, is_broken: bool) -> None:
         """Broadcasts rank 0's trainable weights and buffers, and forgets the Trainers. Collective in the new group.
 
-        Sharded weights stay as they are, unless ranks may have been interrupted a step apart: then the model is lost.
-        `is_broken`: the ranks did not all leave the last cell at the same point.
+        Sharded weights are not sent. A sharded model is lost if its training was interrupted and the ranks may be a
+        step apart: `is_broken`, see `Kernel`.
 
         Raises DivergenceError on all ranks if names, shapes or types of a model's tensors differ between ranks.
         """
         models = {number: trainer.model for number, trainer in self._living().items()}
         self._noted.clear()
-        mine = {number: [*_facts(model), number in self._cut] for number, model in models.items()}
+        mine = {number: [*_facts(model), number in self._interrupted] for number, model in models.items()}
         ranks = manager.gather_json(mine)
         # Only Trainers that exist on all ranks.
         for number in sorted(n for n in map(int, ranks[0]) if all(str(n) in rank for rank in ranks)):
             facts = [rank[str(number)][:2] for rank in ranks]
             if is_broken and has_shards(models[number]) and any(rank[str(number)][2] for rank in ranks):
-                lose(models[number], _CUT)
+                lose(models[number], _INTERRUPTED)
             if any(of_rank != facts[0] for of_rank in facts):
                 raise DivergenceError(
                     f"The model of training number {number + 1} of this notebook has different tensors on the ranks "
@@ -202,16 +202,16 @@ class Trainings:
 
 
 def become_one_process() -> None:
-    """Resets accelerate to one process, also in objects that were made for several processes."""
+    """Resets accelerate to one process, also in existing objects, such as the Accelerator of a Trainer."""
     state = sys.modules.get("accelerate.state")
     if state is None or not state.PartialState._shared_state:
         return
     kept = dict(state.AcceleratorState._shared_state)
-    # As transformers does for every TrainingArguments. All objects of these classes share one state, so those of
-    # trainers change, too. Settings such as the precision are kept.
+    # As transformers does for every TrainingArguments. All objects of one of these classes share its state, so those of
+    # Trainers change, too. Settings such as the precision are kept.
     is_cpu = state.PartialState._shared_state["_cpu"]
     state.AcceleratorState._reset_state(reset_partial_state=True)
-    # Without the variables of a launcher, which a kernel may have had before: accelerate would open a group.
+    # Without a launcher's variables, which the kernel may have had before: accelerate would open a process group.
     with variables_set(dict.fromkeys(SINGLE_PROCESS.variables())):
         alone = vars(state.PartialState(cpu=is_cpu))
     if kept:
@@ -232,17 +232,17 @@ def _refuse_old_wrapper(*_args: Any, **_kwargs: Any) -> Any:
     )
 
 
-def _take_ddp_off(trainer: TrainerLike) -> None:
+def _remove_ddp(trainer: TrainerLike) -> None:
     """Removes the DDP wrapper, whose group has ended."""
     ddp, accelerator = nn.parallel.DistributedDataParallel, trainer.accelerator
     models = [[*unwrapped(model)] for model in accelerator._models]
     accelerator._models = [chain[0] for chain in models if not any(isinstance(m, ddp) for m in chain)]
     trainer.model_wrapped = trainer.model
-    trainer.model.zero_grad(set_to_none=True)  # The gradients are views of DDP's buckets.
+    trainer.model.zero_grad(set_to_none=True)  # The gradients may be views of DDP's buckets.
 
 
 def _facts(model: nn.Module) -> list[Any]:
-    """Returns the number of tensors and a digest of their names, shapes and types: must be equal on all ranks."""
+    """Returns what must be equal on all ranks: the number of tensors, and a digest of their names, shapes and types."""
     shared = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _shared(model)]
     return [len(shared), digest_of(shared)]
 
@@ -252,17 +252,14 @@ def _shared(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def rejoin() -> None:
-    """Moves every sharded model of this process to the new process group, which has the name of the old one.
-
-    Models that cannot be moved are lost.
-    """
+    """Moves every sharded model of this process to the new process group. Models that cannot be moved are lost."""
     for root in _roots():
         if not forget_pass(root):
             lose(root, _OLD_TORCH)
             continue
         try:
             for info in {id(info): info for info in _mesh_infos(root)}.values():
-                # Weights look up their mesh's group by name in each use, FSDP2 only here.
+                # The new group has the old one's name. DTensors look it up at each use, FSDP2 only here.
                 info.__post_init__()
         except RuntimeError:  # The script has made the groups of the mesh.
             lose(root, _OTHER_GROUP)
@@ -275,7 +272,7 @@ def lose_all() -> None:
 
 
 def lose(model: nn.Module, why: str) -> None:
-    """Makes computing or saving with a model an error. Both would fail without a reason, or use a part of it."""
+    """Makes computing or saving with a model an error. Either would raise an unclear error, or use wrong weights."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise SetupError(f"{class_of(model).__name__}: {why}", hint="Load the model or a checkpoint again.")
@@ -289,7 +286,7 @@ def lose(model: nn.Module, why: str) -> None:
 
 
 def _roots() -> list[Any]:
-    """Returns the outermost `fully_shard` modules of this process, also those without a Trainer."""
+    """Returns the outermost modules of this process on which `fully_shard` was called, also without a Trainer."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -299,7 +296,7 @@ def _roots() -> list[Any]:
 
 
 def _living_modules(kind: type) -> list[Any]:
-    # Faster than issubclass(), which asks a class with abstract methods about each type.
+    # Faster than isinstance(), which is slow for an abstract base class such as DistributedDataParallel.
     return [module for module in gc.get_objects() if kind in type(module).__mro__]
 
 

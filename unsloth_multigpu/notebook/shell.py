@@ -1,4 +1,4 @@
-"""Hooks into the shell of the kernel: cells begin and end on all ranks together, and an error is shown once."""
+"""Hooks into the kernel's shell, so that cells begin and end on all ranks together and an error is shown once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROOT_CAUSE_LIMIT_S = 2.0
 class KernelShell:
     """Hooks into a shell, by public functions of IPython only.
 
-    `after_cell` is called between two cells. Programs that cells start see `variables_before`, without those of a rank.
+    `after_cell` is called between two cells. Programs that cells start get `variables_before`, the kernel's own.
 
     Attributes:
         publisher: Sends values that only rank 0 computes.
@@ -53,12 +53,12 @@ class KernelShell:
         self._prompts = ExitStack()
         self._magics = RankMagics(shell, kernel, self.publisher, run)
         self._stack = ExitStack()
-        # A front end may have its own handler: Colab's adds advice to an ImportError.
+        # A front end may have a handler of errors: Colab's adds advice to an ImportError.
         self._earlier_handler: tuple[tuple[type[BaseException], ...], Callable[..., Any]] = (), shell.showtraceback
-        # Number of nested cells, which a magic such as %%capture runs.
-        self._num_inner = 0
-        # Error of a nested cell that was shown. It may be raised again.
-        self._inner_error: BaseException | None = None
+        # Cells within the current one: a magic such as %%capture runs its body as a cell.
+        self._nesting_depth = 0
+        # Error that was shown at the end of a nested cell. The magic may raise it again in the outer cell.
+        self._nested_error: BaseException | None = None
         # Source of the cell in which the hooks were installed.
         self._first_cell = ""
 
@@ -67,14 +67,14 @@ class KernelShell:
         shell = self._shell
         self._first_cell = shell.history_manager.input_hist_raw[-1]
         self._stack.callback(setattr, self._kernel, "cell", None)
-        self._stack.enter_context(instance_attribute(shell, "run_cell_async", self._steered(shell.run_cell_async)))
+        self._stack.enter_context(instance_attribute(shell, "run_cell_async", self._wrapped(shell.run_cell_async)))
         shell.events.register("post_run_cell", self._end_first)
         self._stack.callback(self._unregister)
         self._earlier_handler = shell.custom_exceptions, shell.CustomTB
         shell.set_custom_exc((BaseException,), self._on_error)
         self._stack.callback(self._restore_handler)
         self._stack.enter_context(done_by_rank_0(shell, self.publisher, self._variables_before))
-        registry = PatchRegistry(notebook_patches(self.publisher.make))
+        registry = PatchRegistry(notebook_patches(self.publisher.share))
         registry.apply()
         self._stack.callback(registry.undo)
         self._stack.callback(self._prompts.close)
@@ -90,20 +90,20 @@ class KernelShell:
 
     def _begin(self, source: str, execution_count: int) -> None:
         """Begins a cell on the other ranks. `execution_count` is its number in the notebook."""
-        self._inner_error = None
+        self._nested_error = None
         self.publisher.begin()
         self._magics.begin()
         self._kernel.begin(source, _random_state(), self._task_of(source), execution_count=execution_count)
         self._prompts.close()
-        self._prompts.enter_context(prompts_answered(self.publisher.make))
+        self._prompts.enter_context(prompts_answered(self.publisher.share))
 
     def _try_to_begin(self, source: str) -> dict[str, Any]:
-        """Begins a cell. After an error, returns arguments with which IPython shows it and does not run the cell."""
+        """Begins a cell. If this fails, the returned arguments make IPython show the error and not run the cell."""
         try:
-            with self._kernel.undisturbed():
-                self._num_inner = 0
+            with self._kernel.uninterruptible():
+                self._nesting_depth = 0
                 self._begin(source, self._shell.execution_count)
-        except BaseException:  # noqa: BLE001  # Raised in an async cell, it would end the request without a reply.
+        except BaseException:  # noqa: BLE001  # The front end of an async cell would get no reply.
             return {"preprocessing_exc_tuple": sys.exc_info()}
         return {}
 
@@ -117,18 +117,18 @@ class KernelShell:
                 return asyncio.current_task()
         return None
 
-    def _steered(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a replacement of the shell's method, which runs a cell, and a nested one within it."""
+    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a replacement of `run_cell_async` that begins and ends a cell on all ranks, unless it is nested."""
 
         @functools.wraps(original)
         async def run_cell_async(
             raw_cell: str, store_history: bool = False, silent: bool = False, *args: Any, **kwargs: Any
         ) -> Any:
             run = functools.partial(original, raw_cell, store_history, silent, *args, **kwargs)
-            is_inner = self._kernel.current is not None
-            # A silent request of a front end, and cells of a subshell, which has its own thread, run on rank 0 only.
-            is_own = silent or not store_history or threading.current_thread() is not threading.main_thread()
-            if not is_inner and not is_own and raw_cell.strip():
+            is_nested = self._kernel.current is not None
+            # Silent requests of a front end run on rank 0 only, and so do cells of subshells, which are threads.
+            is_local = silent or not store_history or threading.current_thread() is not threading.main_thread()
+            if not is_nested and not is_local and raw_cell.strip():
                 result: Any = None
                 error: BaseException | None = None
                 try:
@@ -139,16 +139,16 @@ class KernelShell:
                 finally:
                     self._end(result, error)
                 return result
-            self._num_inner += is_inner
+            self._nesting_depth += is_nested
             try:
                 return await run()
             finally:
-                self._num_inner -= is_inner
+                self._nesting_depth -= is_nested
 
         return run_cell_async
 
     def _end_first(self, result: Any) -> None:
-        """Ends the cell in which the hooks were installed. None = an async cell that was cancelled."""
+        """Ends the cell in which the hooks were installed. `result` is None for an async cell that was cancelled."""
         is_nested = result is not None and result.info.raw_cell.rstrip("\n") != self._first_cell
         if self._kernel.current is not None and not is_nested:
             self._unregister()
@@ -159,16 +159,16 @@ class KernelShell:
             self._shell.events.unregister("post_run_cell", self._end_first)
 
     def _end(self, result: Any, raised: BaseException | None = None) -> None:
-        """Ends the cell on all ranks. A cell without a result was ended by `raised`, or was cancelled."""
+        """Ends the cell on all ranks. Without a result, `raised` has ended the cell, or it was cancelled."""
         cell = self._kernel.current
         if cell is None:  # disable_multi_gpu() was called in it.
             return
-        with self._kernel.undisturbed():
+        with self._kernel.uninterruptible():
             self._prompts.close()
             error = raised or asyncio.CancelledError()
             if result is not None:
                 error = result.error_before_exec or result.error_in_exec
-            shown = self._kernel.finish(error or self._inner_error)
+            shown = self._kernel.finish(error or self._nested_error)
             self._magics.end(cell)
             if shown is not None and not isinstance(error, MultiGPUError):
                 self._fail(result, shown, is_shown=cell.is_shown)
@@ -178,7 +178,7 @@ class KernelShell:
                 self._fail(result, failed, is_shown=False)
 
     def _fail(self, result: Any, error: BaseException, *, is_shown: bool) -> None:
-        """Makes the reply to the front end an error, so that nbclient and papermill stop."""
+        """Reports an error to the front end as the cell's, so that nbclient and papermill stop. Shows it if needed."""
         if not is_shown:
             self._shell.showtraceback((type(error), error, None))
         if result is not None:
@@ -192,29 +192,29 @@ class KernelShell:
         tb: TracebackType,
         tb_offset: int | None = None,
     ) -> None:
-        """Called by IPython for every exception of a cell, in place of showing it."""
+        """Called by IPython for every exception of a cell, instead of showing it."""
         cell = self._kernel.current
         if cell is None:
             shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
             return
         cell.error = error
         cell.enter("unwinds")
-        with self._kernel.undisturbed():
-            # A nested cell may have shown it already.
-            if error is not self._inner_error:
+        with self._kernel.uninterruptible():
+            # Else it was shown at the end of the nested cell.
+            if error is not self._nested_error:
                 self._show(cell, error, tb, tb_offset)
-        if self._num_inner:
-            # It is the error of a nested cell: the outer one may continue.
-            self._inner_error, cell.error = error, None
+        if self._nesting_depth:
+            # The outer cell may continue after an error of a nested one.
+            self._nested_error, cell.error = error, None
             cell.enter("runs")
 
     def _show(self, cell: Cell, error: BaseException, tb: TracebackType, tb_offset: int | None) -> None:
         cause = self._cause_of(cell, error) or error
         if isinstance(cause, KeyboardInterrupt | MultiGPUError):
-            cause.__suppress_context__ = True  # The context is only a consequence.
+            cause.__suppress_context__ = True  # The context only follows from it.
         frames: TracebackType | None = tb
         if cause is cell.failure_error:
-            # Its text has the other rank's traceback. Of this rank's, only the line of the cell is shown.
+            # Its message has the traceback of the other rank. Of rank 0's, only the frames of cells are shown.
             cell.is_shown, frames, tb_offset = True, _frames_of_cell(tb, self._shell.user_ns), 0
         elif cause is not error:
             frames = None
@@ -238,7 +238,7 @@ class KernelShell:
 
 
 def _random_state() -> dict[str, Any]:
-    """Returns the random state, including the device's unless the device is unusable: the model can still be saved."""
+    """Returns the random state, without the device's if the device is unusable: a cell may still save the model."""
     try:
         return read_random_state(device_in_use())
     except RuntimeError as error:
@@ -247,7 +247,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def _frames_of_cell(tb: TracebackType | None, user_ns: Mapping[str, Any]) -> TracebackType | None:
-    """Returns the traceback with the frames of the user's cells only."""
+    """Returns the traceback with only the frames of the user's cells."""
     if tb is None:
         return None
     rest = _frames_of_cell(tb.tb_next, user_ns)

@@ -1,4 +1,4 @@
-"""A worker process: runs every cell of the kernel in an IPython shell of its own."""
+"""A worker process: a rank above 0, which runs every cell of the kernel in an IPython shell of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unsloth_multigpu.group.random_state import write_random_state
 from unsloth_multigpu.launch.question import prompts_answered
 from unsloth_multigpu.launch.rank import die_with_supervisor, last_collective
 from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.kernel import Channel, error_text, names_broken_group, strike
+from unsloth_multigpu.notebook.kernel import Channel, error_text, names_broken_group, raise_or_cancel
 from unsloth_multigpu.notebook.kernel_share import (
     LeftAloneError,
     Receiver,
@@ -47,7 +47,7 @@ class LeftCell(BaseException):
 
 
 class Worker:
-    """One rank above 0. The main thread runs cells, and a second thread receives messages of the kernel.
+    """The loop of a worker. The main thread runs cells, and a second thread receives messages of the kernel.
 
     `receiver` waits for values of rank 0, and has the number of the current cell.
     """
@@ -113,13 +113,13 @@ class Worker:
 
     def _raise_pending(self, _signal_number: int, _frame: object) -> None:
         pending, self._pending = self._pending, None
-        # The main thread may be in the next cell by now, or opening a new group.
+        # By now the main thread may run the next cell, or open a new group.
         if pending is None or pending[0] != self.receiver.cell_number:
             return
-        strike(self._task, pending[1])
+        raise_or_cancel(self._task, pending[1])
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs an async cell. Its other tasks continue in the next async cell."""
+        """Runs an async cell. Tasks that it leaves behind continue in the next async cell."""
         self._task = self._loop.create_task(coroutine)
         try:
             return self._loop.run_until_complete(self._task)
@@ -137,7 +137,7 @@ class Worker:
                     self._program.join_group(order)
             finally:
                 self.receiver.cell_number = 0
-        # Also raised while IPython was beginning or ending the cell.
+        # Those that a signal raises may come before IPython handles errors of the cell, or afterwards.
         except (RuntimeError, OSError, MultiGPUError, KeyboardInterrupt, LeftCell) as raised:
             error = raised
         self.receiver.cell_number = 0
@@ -149,7 +149,7 @@ class Worker:
             cell_number=self._order_number,
             error=error_text(error),
             traceback="" if error is None else _traceback(error),
-            # An error before the request to leave the cell is this rank's own.
+            # True if the error only follows from the kernel's request to leave the cell.
             is_asked=self._is_asked and error is not None and (is_end or names_broken_group(error)),
             is_left_alone=isinstance(error, LeftAloneError),
             collective=last_collective(),
@@ -157,7 +157,7 @@ class Worker:
         )
 
     def _enter(self, order: Mapping[str, Any]) -> None:
-        """Begins an order. A cell without a random state is one that rank 0 has run before."""
+        """Begins an order. A cell without a random state is a replayed one: rank 0 has run it before."""
         self._is_asked, self._order_number = False, order["cell_number"]
         is_cell, is_replay = order["kind"] == "cell", "random_state" not in order
         self.receiver.enter(order["cell_number"], is_replay=is_cell and is_replay)
@@ -165,7 +165,7 @@ class Worker:
             return
         self._program.await_rank_0 = self._await_rank_0 if order.get("has_line") else None
         if is_replay:
-            # Makes "cuda" mean this rank's GPU in replayed cells, as in later cells.
+            # "cuda" means this rank's GPU in replayed cells too.
             if torch.accelerator.is_available():
                 torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
             return
@@ -174,7 +174,7 @@ class Worker:
             os.chdir(order["folder"])
 
     def _await_rank_0(self) -> None:
-        """Called in the middle of the kernel's first cell of all ranks: opens the group, and begins the rest."""
+        """Called at `enable_multi_gpu()` in a replayed cell: opens the group, and begins the rest of the cell."""
         self.channel.send("ready")
         self._execute(self._orders.get())
         self._enter(self._orders.get())
@@ -187,18 +187,18 @@ class Worker:
         self._shell.execution_count = order["execution_count"]
         result = self._shell.run_cell(order["source"], store_history=True)
         error: BaseException | None = result.error_in_exec or result.error_before_exec or self._shell.shown_error
-        # They failed on rank 0, too: its call of enable_multi_gpu(), and a cell of which nothing was run.
+        # Rank 0 has failed in the same way: in its call of enable_multi_gpu(), or with the syntax error.
         return None if self.receiver.is_replay and isinstance(error, ReplayedLineError | SyntaxError) else error
 
 
 class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
-    """The IPython shell of a worker. Rank 0 runs commands and magics for it, and its output goes to a log.
+    """The IPython shell of a worker. Rank 0 runs commands and some magics for it, and its output goes to a log.
 
-    A subclass, so that no attribute has to be set on an object of another library.
+    A subclass, because no attribute is set on an object of another library.
 
     Attributes:
         multi_gpu_program: The program of this process; `find_worker_program` finds it here.
-        shown_error: Last error shown by the shell that the result of the cell does not have.
+        shown_error: An error that ended the cell, but that its result does not have; None without any.
     """
 
     multi_gpu_program: WorkerProgram
@@ -215,13 +215,13 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
         self.register_magic_function(lambda _line, cell: self._rank("0", cell), "cell", "rank0")
 
     def _rank(self, line: str, cell: str) -> None:
-        ranks = read_ranks(line, int(os.environ["WORLD_SIZE"]))
+        ranks = read_ranks(line, num_ranks := int(os.environ["WORLD_SIZE"]))
         if int(os.environ["RANK"]) in ranks:
-            with self._receiver.detached(is_apart=0 not in ranks):
+            with self._receiver.detached(is_apart=len(ranks) < num_ranks):
                 self.run_cell(cell)  # `showtraceback` records its error.
 
     def showtraceback(self, exc_tuple: Any = None, *_args: Any, **_kwargs: Any) -> None:
-        """Writes an error to the log, and records one that IPython does not return."""
+        """Writes an error to the log, and sets `shown_error` if IPython will not return it."""
         # IPython does not return the error of a cell that runs inside a magic (%%capture, %%time) or another cell.
         # Errors shown elsewhere did not end the cell: a `_repr_html_` that failed, an error that the cell has caught.
         of_ipython = super()
@@ -232,7 +232,7 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
             self.shown_error = error
         if isinstance(error, ReplayedLineError):
             sys.stdout.write("Rank 0 has left this cell here.\n")
-        elif error is not None:  # IPython's traceback takes seconds for a deep stack. The kernel shows this one.
+        elif error is not None:  # IPython takes seconds to format a deep stack. The kernel shows this text.
             sys.stdout.write(_traceback(error))
 
     showsyntaxerror = showindentationerror = showtraceback
@@ -252,23 +252,23 @@ def main() -> None:
     die_with_supervisor(kernel_pid)
     channel = Channel(connect_to_parent())
     settings = json.loads(os.environ[ENV_NOTEBOOK])
-    os.environ[ENV_NOTEBOOK] = "read"  # Drops the user's values, which programs of the cells do not need.
+    os.environ[ENV_NOTEBOOK] = "read"  # Drops the user's values, which programs that cells start do not need.
     # Only rank 0 draws plots and writes to W&B.
     os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
     main_module = sys.modules["__main__"] = types.ModuleType("__main__")
     receiver = Receiver(channel.send)
     program = WorkerProgram(receiver, settings["options"])
-    # IPython keeps each traceback as text; other modes take seconds for one traceback.
+    # IPython also formats each traceback for its history. Other modes need seconds for that.
     config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"xmode": "Minimal"}})
     shell = WorkerShell.instance(receiver, program, config=config, user_module=main_module)
     sys.breakpointhook = lambda *_args, **_kwargs: None
-    PatchRegistry(notebook_patches(receiver.make)).apply()
-    with prompts_answered(receiver.make), done_by_rank_0(shell, receiver, settings["before"]):
+    PatchRegistry(notebook_patches(receiver.share)).apply()
+    with prompts_answered(receiver.share), done_by_rank_0(shell, receiver, settings["before"]):
         Worker(channel, receiver, program, shell).run()
 
 
 def _traceback(error: BaseException) -> str:
-    """Formats the traceback from the frame of the cell on."""
+    """Formats an error with its traceback, without the frames above the cell."""
     tb = error.__traceback__
     while tb is not None and not tb.tb_frame.f_code.co_filename.startswith("<ipython-input-"):
         tb = tb.tb_next
@@ -279,4 +279,4 @@ def _traceback(error: BaseException) -> str:
 
 def _close_figures() -> None:
     if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
-        pyplot.close("all")  # The front end does so with the figures that it has shown.
+        pyplot.close("all")  # As the inline backend does in the kernel, after it has shown the figures.
