@@ -111,7 +111,7 @@ class GradientExchange(Part):
         return None
 
     def before_save(self) -> None:
-        """Called on every rank before a checkpoint is saved."""
+        """Called on every rank before a checkpoint is saved; a strategy's also before an evaluation."""
 
     def save_state(self, folder: Path) -> None:
         """Adds its state to a checkpoint."""

@@ -83,7 +83,7 @@ _TABLE = (
         "tr_loss",
         called="step end",
     ),
-    _seam("evaluation_loop", "Copies rank 0's buffers to all ranks before an evaluation."),
+    _seam("evaluation_loop", "Gives all ranks equal weights and buffers before an evaluation."),
     _seam("evaluate", "Gives rank 0's metrics to all ranks. Keeps the random state, in case the training stops here."),
     _seam("prediction_step", "Evaluates batches that have the samples of one process.", "model", "inputs"),
     _seam("_save_checkpoint", "Gives a checkpoint its name only when it is complete.", "model", "trial", called="save"),

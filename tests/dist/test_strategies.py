@@ -75,6 +75,7 @@ def ends(tmp_path_factory):
 
 def test_best_checkpoint_stays_loaded(ends):
     assert [rank["best"] for rank in ends] == [0.0, 0.0]
+    assert ends[0]["evaluated"] == ends[1]["evaluated"]
 
 
 def test_model_of_another_strategy_is_wrapped_again_or_refused(ends):

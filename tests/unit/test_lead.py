@@ -74,9 +74,10 @@ def test_signal_of_any_rank_is_heard_by_all_at_one_point(leads, asked_rank):
 def test_decision_behind_the_last_synchronization_of_ranks_that_step_by_themselves_is_told(caplog):
     trainer, manager = FakeTrainer(), manager_of(HashStore(), 0, 2, CONFIG)
     decision = OneDecision(trainer, manager, Lead(manager, HeartbeatPage(None, 0)), SimpleNamespace(may_stop=False))
-    decision._scheduled = lambda _: 0
+    decision._scheduled = lambda _: 1  # Each step is logged.
     with Loop(trainer, [decision]).steering():
-        trainer.steps(6, on_step=lambda step: setattr(trainer.control, "should_save", step == 5))
+        trainer.steps(6, on_step=lambda step: vars(trainer.control).update(should_log=True, should_save=step == 5))
+        trainer.event("on_log")
     assert trainer.saved == []
     assert caplog.messages[-1] == "control.should_save had no effect, because the training had ended"
 

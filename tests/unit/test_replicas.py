@@ -106,5 +106,5 @@ def test_buffer_with_another_shape_on_some_rank_is_not_copied():
     manager = manager_of(None, 1, 2)
     manager.gather_json = lambda mine: [{**mine, "other": [[4], "torch.float32"]}, mine]
     manager.broadcast_tensors = sent.extend
-    EqualEvaluations(SimpleNamespace(model=model), manager).make_equal()
+    EqualEvaluations(SimpleNamespace(model=model), manager, None).make_equal()
     assert [tensor is model.same for tensor in sent] == [True]

@@ -16,7 +16,7 @@ from unsloth_multigpu.deal.share import Share
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import persistent_buffers, tensor_hashes
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import instance_attribute, steered
 from unsloth_multigpu.step.metrics import STORES, collected
 from unsloth_multigpu.words import listed
@@ -155,22 +155,21 @@ class EqualEvaluations(Part):
 
     place = "buffers"
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, exchange: GradientExchange) -> None:
         super().__init__(trainer, manager)
+        self._exchange = exchange
         self._at_begin: dict[str, int] = {}
         self._has_warned = False
 
     def overrides(self) -> dict[str, Override]:
-        found: dict[str, Override] = {"call_event": self._call_event}
-        if self._buffers():
-            found["evaluation_loop"] = self._evaluation_loop
-        return found
+        return {"evaluation_loop": self._evaluation_loop, "call_event": self._call_event}
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._at_begin = _hashes(self._buffers())
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Trainer.evaluation_loop`, in which each rank uses its own buffers."""
+        """Overrides `Trainer.evaluation_loop`, which uses each rank's own weights and buffers."""
+        self._exchange.before_save()  # A callback may evaluate between two synchronizations.
         self.make_equal()
         return original(*args, **kwargs)
 
@@ -188,8 +187,7 @@ class EqualEvaluations(Part):
 
     def make_equal(self) -> None:
         """Copies rank 0's buffers to all ranks. Collective if the model has buffers."""
-        buffers = self._buffers()
-        if not buffers:
+        if not (buffers := self._buffers()):
             return
         if not self._has_warned and self._manager.identity.rank == 0:
             changed = [name for name, value in _hashes(buffers).items() if self._at_begin.get(name) != value]

@@ -147,7 +147,7 @@ class OneDecision(Part):
         self._lead = lead
         self._exchange = exchange
         self._is_log_due = False
-        self._postponed = 0
+        self._postponed, self._step_of_epoch_end = 0, -1
         # Flags that rank 0 has set so far, and those that this rank alone has set.
         self._decided = self._overruled = 0
 
@@ -172,8 +172,7 @@ class OneDecision(Part):
     ) -> None:
         """Writes rank 0's flags into `control`. Raises the errors of `Lead.follow`."""
         step, mine = int(state.global_step), _flags_of(control)
-        is_in_loop = moment in (Moment.STEP, Moment.SUBSTEP, Moment.EPOCH)
-        if is_in_loop and not self._exchange.may_stop:
+        if moment not in (Moment.EVALUATION, Moment.SAVE) and not self._exchange.may_stop:
             found = mine & self._scheduled(moment)
             late = mine & ~found
             if late & ~self._postponed and self._manager.rank == 0:
@@ -203,6 +202,10 @@ class OneDecision(Part):
         flow, control = DefaultFlowCallback(), SimpleNamespace(**dict.fromkeys(_FLAGS, False))
         event: Any = {Moment.STEP: flow.on_step_end, Moment.EPOCH: flow.on_epoch_end}.get(moment, flow.on_substep_end)
         event(self._trainer.args, self._trainer.state, control)
+        if moment is Moment.EPOCH:
+            # After an epoch without a step the loop stops, for example at the end of a stream.
+            before, self._step_of_epoch_end = self._step_of_epoch_end, self._trainer.state.global_step
+            control.should_training_stop |= before == self._step_of_epoch_end
         return _flags_of(control)
 
 

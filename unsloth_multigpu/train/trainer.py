@@ -89,9 +89,8 @@ class DDPTrainer:
             preemption,
         ]
         if trained is not None:
-            decision = OneDecision(trainer, manager, lead, self.exchange)
-            self.parts += [decision, Waiting(trainer, manager), self.exchange, trained]
-            self.parts.append(EqualEvaluations(trainer, manager))
+            self.parts += [OneDecision(trainer, manager, lead, self.exchange), Waiting(trainer, manager)]
+            self.parts += [self.exchange, trained, EqualEvaluations(trainer, manager, self.exchange)]
         if not session.tool.is_comparison:  # A comparison saves nothing, and resumes only if the script asks for it.
             if trained is not None and manager.identity.rank == 0:
                 self.parts.append(LogFigures(trainer, self.meter, session.context.run_dir))
