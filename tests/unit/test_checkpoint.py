@@ -251,14 +251,12 @@ def test_seeds_of_places_stay_those_that_checkpoints_were_trained_with():
 class Saving(FakeTrainer):
     """It saves after its third step, once the weights of all ranks are equal."""
 
-    is_equal = False
-
     def __init__(self, folder, *files):
         super().__init__()
         self.folder, self.files = folder, files
         self.state.global_step, self.state.epoch = 3, 0.5
         self.args.gradient_accumulation_steps = 1  # As the loop has it.
-        self.meanwhile = lambda: None
+        self.meanwhile, self.is_equal = lambda: None, False
 
     def _get_output_dir(self, trial=None):
         return str(self.folder)

@@ -1,7 +1,6 @@
 """Trains two steps for each set of options, and writes what of ours stood where on the Trainer meanwhile.
 
-Usage: onion.py RANKS OUT_FILE OPTIONS...
-OPTIONS are JSON objects for enable_multi_gpu().
+Usage: onion.py RANKS OUT_FILE OPTIONS..., which are JSON objects for enable_multi_gpu().
 """
 
 import json

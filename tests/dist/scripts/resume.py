@@ -27,10 +27,6 @@ from safetensors.torch import save_file
 from tiny_llama import tiny_llama
 from transformers import Trainer
 
-from unsloth_multigpu.step import proof
-
-# Else nearly all steps of these short trainings are compared, which takes most of the time.
-proof._EARLY_STEPS = 2
 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 import types
 import warnings
 from collections.abc import Callable
@@ -72,6 +73,7 @@ def _torch(run: Any, module: Any) -> None:
     torch.version.cuda = "12.8"
     torch.cuda.nccl.version = lambda: (2, 30, 3)
     _teach(torch.UntypedStorage)
+    atexit.register(_let_backward_end)
     if os.environ.get("FAKE_CUDA_REPORT"):
         _report_at_exit(os.environ["FAKE_CUDA_REPORT"])
 
@@ -429,6 +431,14 @@ def _count_wait(kind: int) -> None:
 @functools.cache
 def _is_of_torch(file: str) -> bool:
     return "/site-packages/torch/" in file or file.startswith((_HERE, "<"))
+
+
+def _let_backward_end() -> None:
+    """Waits for threads of the last backward pass: one that is late aborts the process (pytorch/pytorch#190489)."""
+    time.sleep(0.006)  # Longer than a thread waits before it asks for the GIL.
+    stats = [path for path in Path("/proc/self/task").glob("*/stat") if "(pt_autograd" in path.read_text()]
+    while any(") R" in path.read_text() for path in stats):
+        time.sleep(0.001)
 
 
 def _report_at_exit(path: str) -> None:
