@@ -178,7 +178,7 @@ def test_limit_of_a_round_ends_what_hangs(rounds):
     hung, waits, fine = late.replies
     assert fine.has_content()
     assert "not finished within round_timeout_s" in hung.error.reason
-    assert waits.error.reason == "client 2 (round 1, train): not begun within round_timeout_s"
+    assert waits.error.reason == "client 2 (round 1, train): not started within round_timeout_s"
     assert 2.0 <= late.seconds < 30.0
     assert [r.slot for r in late.records] == [0, -1, 1]
 
