@@ -64,8 +64,8 @@ def run(own: RunOptions, given: Mapping[str, Any], program: Sequence[str]) -> No
     MultiGPUConfig.resolve(given)  # Errors name the option as it was given here.
     os.environ.update({variable(name): str(value) for name, value in given.items() if value is not None})
     command = [sys.executable, "-m", SCRIPT_MODULE, *program]
-    for stream in (sys.stdout, sys.stderr):
-        print(end="", file=stream, flush=True)  # `file=None` is allowed: the command may have no stdout.
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the command was started without it.
+        stream.flush()
     os.execv(command[0], command)
 
 
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
             sys.stdout.flush()
         return code
     except MultiGPUError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -110,8 +110,8 @@ class GradientExchange(Part):
         """Returns the bytes that this rank sends in `num_steps` steps; None if not known."""
         return None
 
-    def before_save(self) -> None:
-        """Called on every rank before a checkpoint is saved; a strategy's also before an evaluation."""
+    def before_read(self) -> None:
+        """Called on every rank before weights are saved or evaluated."""
 
     def save_state(self, folder: Path) -> None:
         """Adds its state to a checkpoint."""

@@ -89,6 +89,6 @@ def installed_version(name: str) -> str | None:
         found = distribution(name)
     except PackageNotFoundError:
         return None
-    # `found.version` parses all of the metadata, for each patch some milliseconds.
+    # `found.version` parses all of the metadata, which takes about a millisecond, and each patch asks for a version.
     line = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
     return found.version if line is None else line[1]

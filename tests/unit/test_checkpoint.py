@@ -280,9 +280,9 @@ def checkpoints(trainer, rank):
     passes = SimpleNamespace(accumulation_of_script=accumulation)
     steps = SimpleNamespace(proof=SimpleNamespace(values=dict), loader=None, passes=passes)
     exchange = GradientExchange(trainer, rank)
-    exchange.before_save = lambda: setattr(trainer, "is_equal", True)
+    exchange.before_read = lambda: setattr(trainer, "is_equal", True)
     resume = Resume(trainer, rank, steps, {}, 0, RunContext(), exchange)
-    return Checkpoints(trainer, rank, steps, resume, HeartbeatPage(None, 0))
+    return Checkpoints(trainer, rank, steps, exchange, resume, HeartbeatPage(None, 0))
 
 
 NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]

@@ -22,7 +22,7 @@ from unsloth_multigpu.errors import MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part, TrainerLike
+from unsloth_multigpu.part import GradientExchange, Override, Part, TrainerLike
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
@@ -48,6 +48,7 @@ class Checkpoints(Part):
     trainer: TrainerLike
     manager: DDPManager
     steps: StepFeed
+    exchange: GradientExchange
     resume: Resume
     beat: HeartbeatPage
     is_evaluation_due: Callable[[], bool] = lambda: False
@@ -81,7 +82,7 @@ class Checkpoints(Part):
             if not self.is_evaluation_due():
                 torch.empty((), dtype=torch.int64).random_()
         with self.beat.within(Phase.SAVE):
-            self.resume.exchange.before_save()
+            self.exchange.before_read()
             with self._claimed(part, final):
                 # Barrier: before the folder is locked, another run may remove it.
                 self.manager.gather_json(None)
@@ -136,7 +137,7 @@ class Checkpoints(Part):
         if (part / _STATE_FILE).is_file():
             # Again, with the final path of the best checkpoint.
             state.save_to_json(os.fspath(part / _STATE_FILE))
-        self.resume.exchange.save_state(part)
+        self.exchange.save_state(part)
         if order is not None:
             (part / ORDER_FILE).write_text(json.dumps(order), encoding="ascii")
         has_optimizer = any(any(part.glob(name)) for name in _OPTIMIZER_FILES)

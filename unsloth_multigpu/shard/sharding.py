@@ -99,7 +99,7 @@ class Sharding(GradientExchange):
             single = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}
             plugin.mixed_precision_policy = dataclasses.replace(policy, **single)
 
-    def before_save(self) -> None:
+    def before_read(self) -> None:
         """Reshards the model: an evaluation may have left weights gathered."""
         reshard(self._trainer.model)
 

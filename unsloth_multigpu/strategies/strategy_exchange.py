@@ -78,17 +78,17 @@ class Exchange(GradientExchange):
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Synchronizes the ranks' weights before they are read. Collective."""
         if control.should_save or control.should_evaluate or control.should_training_stop:
-            self.before_save()
+            self.before_read()
 
     def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Synchronizes before weights are read, and after the last epoch, since the best checkpoint is loaded next."""
         if control.should_save or control.should_evaluate or self.ends_training():
-            self.before_save()
+            self.before_read()
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self.before_save()
+        self.before_read()
 
-    def before_save(self) -> None:
+    def before_read(self) -> None:
         """Makes the weights of all ranks equal. Collective."""
         if self.sync is not None:
             with self._manager.waits.counted():

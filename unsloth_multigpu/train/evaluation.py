@@ -169,7 +169,7 @@ class EqualEvaluations(Part):
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Overrides `Trainer.evaluation_loop`, which uses each rank's own weights and buffers."""
-        self._exchange.before_save()  # A callback may evaluate between two synchronizations.
+        self._exchange.before_read()  # A callback may evaluate between two synchronizations.
         self.make_equal()
         return original(*args, **kwargs)
 

@@ -67,12 +67,9 @@ class DDPTrainer:
         self.steps.plans_one_process = session.tool.plans_one_process
         of_tool = session.tool.part(trainer, session, self.steps)
         self.of_tool = [] if of_tool is None else [of_tool]
-        self.exchange: GradientExchange = DDPWrapping(trainer, manager)
         self._is_alone = manager.identity.world_size == 1
-        if not self._is_alone and not isinstance(self.config.strategy, DDP):
-            from unsloth_multigpu.strategies.strategy_exchange import Exchange
-
-            self.exchange = Exchange(trainer, manager)
+        self._engine = None if self._is_alone else find_engine(trainer)
+        self.exchange = self._make_exchange()
         trained = None if self._is_alone else TrainedParameters(trainer, manager, self.exchange, training)
         self.meter = Meter(trainer, manager, session.beat, self.steps)
         preemption = Preemption(trainer, manager, session.events, lead, self.exchange)
@@ -97,7 +94,7 @@ class DDPTrainer:
             self._resume = Resume(
                 trainer, manager, self.steps, self.arguments, training, session.context, self.exchange
             )
-            checkpoints = Checkpoints(trainer, manager, self.steps, self._resume, session.beat)
+            checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange, self._resume, session.beat)
             checkpoints.is_evaluation_due = lambda: preemption.cuts_off_evaluation
             self.parts += [self._resume, checkpoints]
 
@@ -106,15 +103,14 @@ class DDPTrainer:
 
         `on_agreed` is called with the loop when all ranks are ready to train.
         """
-        engine = None if self._is_alone else find_engine(self.trainer)
-        if others := _other_parallelism(self.trainer, engine):
+        if others := _other_parallelism(self.trainer, self._engine):
             self._step_aside(others)
             with Loop(self.trainer, self.of_tool).steering() if self.of_tool else nullcontext():
                 return original_train()
         self._refuse_what_cannot_work()
         verify_seams(self.trainer)
         self.manager.open_group()
-        self._shard(engine)
+        self._shard()
         # Reading rows for the comparison must not change counters of a data set. It is seeded, so that one that draws
         # random numbers returns the same rows on all ranks and when the training resumes.
         with seeded_draws(0), KeptObjects(self.trainer.train_dataset, self.trainer.eval_dataset):
@@ -180,27 +176,35 @@ class DDPTrainer:
         )
         logger.warning("%s is on: unsloth_multigpu leaves this training to it%s", name, larger if num > 1 else "")
 
-    def _shard(self, engine: Engine | None) -> None:
+    def _make_exchange(self) -> GradientExchange:
+        if self._engine is not None:
+            from unsloth_multigpu.shard.sharding import Sharding
+
+            return Sharding(self.trainer, self.manager, self._engine, self.steps)
+        if self._is_alone or isinstance(self.config.strategy, DDP):
+            return DDPWrapping(self.trainer, self.manager)
+        from unsloth_multigpu.strategies.strategy_exchange import Exchange
+
+        return Exchange(self.trainer, self.manager)
+
+    def _shard(self) -> None:
         """Prepares for a model that an engine has sharded or will shard.
 
         Raises:
             SetupError: `shard="on"`, but no engine shards this model.
         """
-        if engine is None and (self._is_alone or self.config.shard != "on"):
+        if self._engine is None and (self._is_alone or self.config.shard != "on"):
             return
-        from unsloth_multigpu.shard.sharding import Sharding, check_is_sharded, check_options
+        from unsloth_multigpu.shard.sharding import check_is_sharded, check_options
 
-        if engine is None:
+        if self._engine is None:
             check_is_sharded(self.trainer.model)
             return
-        check_options(self.config, engine)
+        check_options(self.config, self._engine)
         self.steps.passes.is_lockstep = self.meter.is_sharded = True
-        self.steps.is_placed_later = engine is Engine.ACCELERATE
-        sharding = Sharding(self.trainer, self.manager, engine, self.steps)
+        self.steps.is_placed_later = self._engine is Engine.ACCELERATE
         if self._resume is not None:
-            self._resume.is_sharded, self._resume.exchange = True, sharding
-        self.parts = [sharding if part is self.exchange else part for part in self.parts]
-        self.exchange = sharding
+            self._resume.is_sharded = True
 
     def _refuse_what_cannot_work(self) -> None:
         args = self.trainer.args
