@@ -32,6 +32,8 @@ EXACT = [
     # Parts of a micro-batch make up its loss, by rows, labels, class weights or the sum of an input.
     *(f"{kind}:{SHARED}" for kind in ("class_weights", "token_class_weights", "weighted_rows", "summed_target")),
     *(f"{kind}:{WHOLE}" for kind in ("contrastive", "batch_norm", "router")),
+    # Which mean it is shows in step 18.
+    "row_means:38x2x1",
     # Half of the parts have no label, and their mean is no number.
     "masked:22x2x3",
     # Rows of several lengths that are never collated together.

@@ -17,7 +17,16 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import instance_attribute, unsteered
-from unsloth_multigpu.step.loss import GATHERED, ROWS, SUM, TOKEN_SUM, LossReduction, gathering, gathering_losses
+from unsloth_multigpu.step.loss import (
+    GATHERED,
+    ROWS,
+    SUM,
+    TOKEN_SUM,
+    LossReduction,
+    count_of,
+    gathering,
+    gathering_losses,
+)
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
@@ -116,6 +125,16 @@ class StepPasses:
         totals = [sum(counts) for counts in zip(*ranks, strict=True)]
         for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
             micro_batch.share = weight if self.is_alone else weight / (totals[micro_batch.piece.reference] or 1.0)
+
+    def apart(self, step: Step, others: Sequence[LossReduction]) -> list[float]:
+        """Returns by how much each of `others` weights the parts of a micro-batch differently, in sum. Collective."""
+        ways, found = (self.reduction, *others), []
+        ranks = self._manager.gather_json([_counts(step, way) for way in ways])
+        for way, counts in zip(ways, zip(*ranks, strict=True), strict=True):
+            totals = [1.0 if way.mean_over == SUM else sum(column) or 1.0 for column in zip(*counts, strict=True)]
+            found.append([n / total for row in counts for n, total in zip(row, totals, strict=True)])
+        known, *rest = found
+        return [sum(abs(a - b) for a, b in zip(known, each, strict=True)) / len(step.sizes) for each in rest]
 
     def train(self, original: Any, model: nn.Module, step: Step, num_items: Any) -> torch.Tensor:
         """Computes a step that `counted` has prepared, for the training; returns its loss times the number of ranks.
@@ -264,6 +283,16 @@ class StepPasses:
     def _is_half(self) -> bool:
         is_scaled = self._trainer.accelerator.scaler is not None
         return is_scaled or any(p.dtype == torch.float16 for p in self._trainer.model.parameters())
+
+
+def _counts(step: Step, reduction: LossReduction) -> list[float]:
+    """Returns what a loss reduction counts in this rank's parts of each micro-batch; 0 if the inputs lack it."""
+    found = [0.0] * len(step.sizes)
+    for m in step.micro_batches:
+        if not m.piece.is_filler:
+            known = {ROWS: m.piece.share, SUM: 1.0}.get(reduction.mean_over)
+            found[m.piece.reference] += known or count_of(m.inputs, reduction.mean_over, reduction.class_weights) or 0.0
+    return found
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,8 @@ class StepProof:
         self._seconds = 0.0
         # The largest difference that was reported.
         self._told_off = 0.0
+        # Loss reductions that fit each comparison as well as the one in use, and how differently they weighted a step.
+        self._rivals: dict[LossReduction, float] = {}
         self._lone = LonePass(trainer, beat)
         self.first: Comparison | None = None
         self.last: Comparison | None = None
@@ -109,19 +111,24 @@ class StepProof:
         how = self._manager.config.check_first_step
         if how == "off" or not self._feed.is_dealt or self._is_over:
             return
+        if step.left_over is not None or not step.sizes:
+            return  # This step ends one pass of a stream and begins the next. The next step is compared.
         is_first = self.first is None
         is_power = not self._num_steps & (self._num_steps - 1)
         # A wrong loss reduction may give the right gradient in one step by chance.
         may_be_early = self._num_steps <= _EARLY_STEPS and not self._told_off
         is_early = may_be_early and self._is_unknown and self._seconds < _MOST_S
         may_change = self._feed.passes.reduction.kind == AUTO or self._own_code
-        if not (is_first or how == "every" or ((is_power or is_epoch_begin or is_early) and may_change)):
+        is_due = is_first or how == "every" or ((is_power or is_epoch_begin or is_early) and may_change)
+        apart = {} if is_due else self._apart(step)
+        if not (is_due or apart):
             return
-        if step.left_over is not None or not step.sizes:
-            return  # This step ends one pass of a stream and begins the next. The next step is compared.
         self.last = found = self._compared(model, step, is_first=is_first)
         if math.isnan(found.difference.off) and not self._is_over and self._num_steps < _EARLY_STEPS:
             return  # Not finite in either pass, as while a gradient scaler looks for its scale.
+        # What the compared part of a long step does not tell apart is not tried again at once.
+        if found.num_compared < found.num_references:
+            self._rivals |= {each: by for each, by in apart.items() if each in self._rivals}
         if is_first:
             self.first = found
         if is_first or not (found.is_exact or found.unproven):
@@ -273,15 +280,48 @@ class StepProof:
         """Computes the step on all ranks, with the first loss reduction that fits one process. Collective."""
         passes, before = self._feed.passes, self._feed.passes.reduction
         found: list[tuple[Difference, WithoutDropout, LossReduction]] = []
-        for reduction in self._reductions(rows, one):
+        reductions = self._reductions(rows, one)
+        for reduction in reductions:
             passes.reduction = reduction
             found.append((*self._dealt_once(model, rows, one), reduction))
             if self._is_within(found[-1][0]):
-                return found[-1][0], found[-1][1]
-        off, dealt, nearest = min(found, key=lambda each: each[0].off)
-        # A declared reduction stays. Otherwise the nearest is used.
-        passes.reduction = nearest if before.kind == AUTO else before
+                off, dealt, _ = found[-1]
+                break
+        else:
+            off, dealt, nearest = min(found, key=lambda each: each[0].off)
+            # A declared reduction stays. Otherwise the nearest is used.
+            passes.reduction = nearest if before.kind == AUTO else before
+        if before.kind == AUTO or self._manager.config.loss_reduction == TOKEN_MEAN:
+            if self.first is None or passes.reduction != before:
+                rivals = reductions if self.first is None else self._rivals
+                self._rivals = dict.fromkeys(rivals, rounding_bound(self._trainer))
+            for each_off, _, reduction in found:
+                if reduction == passes.reduction or not self._is_within(each_off):
+                    self._rivals.pop(reduction, None)
+            if self.first is not None and not math.isnan(off.off):
+                self._try_rivals(model, rows, one, reductions)
         return off, dealt
+
+    def _try_rivals(
+        self, model: nn.Module, rows: StepRows, one: WithoutDropout, reductions: Sequence[LossReduction]
+    ) -> None:
+        """Computes the step by each rival that weights it differently, and keeps those that fit as well. Collective."""
+        passes, used = self._feed.passes, self._feed.passes.reduction
+        for rival, apart in self._apart(rows.as_dealt()).items():
+            passes.reduction = rival
+            # The inputs of another step may lack what a rival counts.
+            if rival in reductions and self._is_within(self._dealt_once(model, rows, one)[0]):
+                self._rivals[rival] = apart
+            else:
+                del self._rivals[rival]
+        passes.reduction = used
+
+    def _apart(self, step: Step) -> dict[LossReduction, float]:
+        """Returns how differently rivals weight a step, of those that were tried on no such difference. Collective."""
+        if not self._rivals or self._told_off:
+            return {}
+        apart = self._feed.passes.apart(step, list(self._rivals))
+        return {each: by for each, by in zip(self._rivals, apart, strict=True) if by > 2 * self._rivals[each]}
 
     def _reductions(self, rows: StepRows, one: WithoutDropout) -> list[LossReduction]:
         """Returns the loss reductions to try, the current one first. The same on all ranks."""

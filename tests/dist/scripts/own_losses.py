@@ -91,6 +91,15 @@ class Curriculum(CountingCollator):
         return super().__call__([{**row, "input_ids": row["input_ids"][:most]} for row in rows])
 
 
+class EqualFirst(CountingCollator):
+    """Rows are equally long in the first 17 steps: their mean is that of their tokens."""
+
+    def __call__(self, rows):
+        self.num_calls += 1
+        most = 3 if self.num_calls <= 17 else None
+        return collate_tokens([{**row, "input_ids": row["input_ids"][:most]} for row in rows])
+
+
 def collate_masked(rows):
     """Leaves out tokens at random."""
     batch = collate_classes(rows)
@@ -159,6 +168,12 @@ def weighted_rows(model, inputs):
 def contrastive(model, inputs):
     rows = scores(model, inputs)
     return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def row_means(model, inputs):
+    labels = inputs["labels"][:, 1:]
+    losses = functional.cross_entropy(scores(model, inputs)[:, :-1].transpose(1, 2), labels, reduction="none")
+    return (losses.sum(1) / labels.ne(-100).sum(1)).mean()
 
 
 def summed_target(model, inputs):
@@ -315,6 +330,7 @@ KINDS = {
     "class_weights": Kind(of(class_weights)),
     "token_class_weights": Kind(of(class_weights), lambda: BertForTokenClassification(BERT), lambda: collate_tags),
     "weighted_rows": Kind(of(weighted_rows), collate=lambda: collator(labels="class", weight="weight")),
+    "row_means": Kind(of(row_means), llama, EqualFirst),
     "summed_target": Kind(of(summed_target), collate=lambda: collator(target="class")),
     "masked": Kind(model=lambda: BertForMaskedLM(BERT), collate=lambda: collator(labels="masked")),
     "contrastive": Kind(of(contrastive)),
