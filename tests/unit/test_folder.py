@@ -26,14 +26,10 @@ def mode(path):
 
 
 def test_private_folder_is_readable_by_its_user_only_and_removed(tmp):
-    def fails():
-        with private_dir() as path:
-            assert (path.parent, mode(path)) == (tmp, 0o700)
-            (path / "maps").mkdir()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fails()
+    with pytest.raises(KeyboardInterrupt), private_dir() as path:  # noqa: PT012
+        assert (path.parent, mode(path)) == (tmp, 0o700)
+        (path / "maps").mkdir()
+        raise KeyboardInterrupt
     assert list(tmp.iterdir()) == []
 
 

@@ -210,15 +210,11 @@ def test_rank_that_hears_of_a_stop_by_another_node_tells_its_supervisor(tmp_path
     steered = preemption(trainer, tmp_path, grace_s=7.0, **nodes)
     waits_until = []
 
-    def train():
-        with Loop(trainer, [steered]).steering():
-            # Rank 0, on another node, has decided it.
-            steered.lead.asked = lambda: signal.SIGTERM * (trainer.state.global_step >= 2)
-            steered._wait_for_all = waits_until.append
-            trainer.steps(8)
-
-    with pytest.raises(SystemExit, match="143"):
-        train()
+    with pytest.raises(SystemExit, match="143"), Loop(trainer, [steered]).steering():  # noqa: PT012
+        # Rank 0, on another node, has decided it.
+        steered.lead.asked = lambda: signal.SIGTERM * (trainer.state.global_step >= 2)
+        steered._wait_for_all = waits_until.append
+        trainer.steps(8)
     assert read_request(tmp_path).signal_number == signal.SIGTERM
     assert trainer.saved == [2]
     # Until the others have saved, too.

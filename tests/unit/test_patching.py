@@ -93,9 +93,11 @@ def tag(original, *args, **kwargs):
     return ("ours", original(*args, **kwargs))
 
 
-def registry(*targets, **fields):
+def applied(*targets, **fields):
     given = {"supports": "lib>=1,<2", "wrap": tag, "reason": "test", **fields}
-    return PatchRegistry([Patch(target, **given) for target in targets])
+    patches = PatchRegistry([Patch(target, **given) for target in targets])
+    patches.apply()
+    return patches
 
 
 def states(patches):
@@ -118,8 +120,7 @@ def states(patches):
 def test_target_of_each_kind_lands_verifies_and_is_restored(module, path, call, plain):
     holder = functools.reduce(getattr, path.split(".")[:-1], module)
     before = list(vars(holder).items())
-    patches = registry(f"{module.__name__}:{path}")
-    patches.apply()
+    patches = applied(f"{module.__name__}:{path}")
     assert states(patches) == ["landed"]
     assert call(module) == ("ours", plain)
     patches.verify()
@@ -141,18 +142,16 @@ def test_target_of_each_kind_lands_verifies_and_is_restored(module, path, call, 
 )
 def test_target_that_is_another_one_raises_and_an_optional_one_may_be_missing(module, path, needs, what):
     with pytest.raises(PatchError, match=rf"{path} in lib 1\.2: {what}"):
-        registry(f"{module.__name__}:{path}", needs=needs).apply()
+        applied(f"{module.__name__}:{path}", needs=needs)
     if what == "there is no such target":
-        optional = registry(f"{module.__name__}:{path}", optional=True)
-        optional.apply()
+        optional = applied(f"{module.__name__}:{path}", optional=True)
         optional.verify()
         assert states(optional) == ["absent"]
 
 
 def test_target_not_yet_imported_lands_at_its_import(write):
     name = write()
-    patches = registry(f"{name}:function", needs=("x", "scale"))
-    patches.apply()
+    patches = applied(f"{name}:function", needs=("x", "scale"))
     assert states(patches) == ["waiting for import"]
     assert name not in sys.modules
     assert name.rpartition(".")[0] not in sys.modules
@@ -172,8 +171,7 @@ def test_target_that_another_module_replaces_lands_after_that_import(write):
     home.Thing = Thing
     """
     replacing = write(source)
-    patches = registry(f"{home}:Thing.method", f"{other}:Gone.__init__", after=replacing, optional=True)
-    patches.apply()
+    patches = applied(f"{home}:Thing.method", f"{other}:Gone.__init__", after=replacing, optional=True)
     module, _ = importlib.import_module(home), importlib.import_module(other)
     patches.verify()
     assert (states(patches), module.Thing().method(2)) == (["waiting for import"] * 2, ("method", 2))
@@ -199,8 +197,7 @@ def test_version_outside_the_range_raises_and_touches_nothing(module, installed)
 
 
 def test_distribution_that_is_absent_leaves_the_patch_out(installed):
-    patches = registry("no_such_library.core:function", supports="no-such-library>=1")
-    patches.apply()
+    patches = applied("no_such_library.core:function", supports="no-such-library>=1")
     patches.verify()
     patches.undo()
     assert states(patches) == ["not installed"]
@@ -208,8 +205,7 @@ def test_distribution_that_is_absent_leaves_the_patch_out(installed):
 
 def test_failing_patch_makes_every_import_of_the_module_raise_until_it_is_undone(write):
     name = write()
-    patches = registry(f"{name}:function", f"{name}:gone")
-    patches.apply()
+    patches = applied(f"{name}:function", f"{name}:gone")
     for _ in range(3):
         with pytest.raises(PatchError, match=r"gone in lib 1\.2: there is no such target"):
             importlib.import_module(name)
@@ -224,8 +220,7 @@ def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(wr
     half_made = []
     monkeypatch.setattr(builtins, "stub_callback", lambda name: half_made.append(sys.modules[name]), raising=False)
     good, bad = write(), write(f"{SOURCE}\nimport builtins\nbuiltins.stub_callback(__name__)\n")
-    patches = registry(f"{good}:function", f"{bad}:function", f"{bad}:Thing.static", f"{bad}:gone")
-    patches.apply()
+    patches = applied(f"{good}:function", f"{bad}:function", f"{bad}:Thing.static", f"{bad}:gone")
     importlib.import_module(good)
     with pytest.raises(PatchError):
         importlib.import_module(bad)
@@ -237,8 +232,7 @@ def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(wr
 
 
 def test_verify_accepts_a_closure_over_ours_without_a_word(module):
-    patches = registry(f"{module.__name__}:Thing.method")
-    patches.apply()
+    patches = applied(f"{module.__name__}:Thing.method")
     found = module.Thing.method
     module.Thing.method = lambda self, x: (lambda: found(self, x))()
     patches.verify()
@@ -250,8 +244,7 @@ def test_verify_accepts_a_closure_over_ours_without_a_word(module):
 
 
 def test_verify_names_what_replaced_ours(module):
-    patches = registry(f"{module.__name__}:Thing.method")
-    patches.apply()
+    patches = applied(f"{module.__name__}:Thing.method")
     original = module.Thing.method.__wrapped__
 
     # Rebuilt from the original, as if from its source: the copied dictionary must not pass for ours.
@@ -266,8 +259,7 @@ def test_verify_names_what_replaced_ours(module):
 
 
 def test_apply_again_over_a_foreign_wrapper_calls_ours_once(module):
-    first = registry(f"{module.__name__}:Thing.method")
-    first.apply()
+    first = applied(f"{module.__name__}:Thing.method")
     found = module.Thing.method
 
     @functools.wraps(found)  # As Unsloth does.
@@ -276,8 +268,7 @@ def test_apply_again_over_a_foreign_wrapper_calls_ours_once(module):
 
     module.Thing.method = theirs
     first.undo()
-    second = registry(f"{module.__name__}:Thing.method")
-    second.apply()
+    second = applied(f"{module.__name__}:Thing.method")
     second.verify()
     assert module.Thing().method(1) == ("ours", ("theirs", ("method", 1)))
     second.undo()

@@ -92,12 +92,6 @@ def both(*values):
     return run_of(*values), run_of(*values)
 
 
-def page_of(one, many):
-    stream = io.StringIO()
-    receipt.show(Screen(stream), receipt.make_receipt(["train.py"], one, many))
-    return stream.getvalue()
-
-
 @pytest.mark.parametrize(
     ("runs", "reasons"),
     [
@@ -143,7 +137,9 @@ def test_verdict_names_each_difference(runs, reasons):
     verdict = "DO NOT AGREE" if reasons else "agree over"
     if reasons and NOTHING in reasons[0]:
         verdict = "ONE PROCESS AND 2 RANKS WERE NOT SHOWN TO AGREE: "
-    page = page_of(*runs)
+    stream = io.StringIO()
+    receipt.show(Screen(stream), receipt.make_receipt(["train.py"], *runs))
+    page = stream.getvalue()
     assert verdict in page
     is_unknown = runs[1]["steps"][0]["compared"].get("not_compared")
     assert ("\ngradients from the same weights were not compared: it draws\n" in page) is bool(is_unknown)

@@ -15,11 +15,6 @@ def hash_of(tensor):
     return tensor_hashes([tensor])[0]
 
 
-def bits(tensor):
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(kinds[tensor.element_size()])
-
-
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr("unsloth_multigpu.group.replicas._CPU_CHUNK", 4)
@@ -30,10 +25,11 @@ def test_every_single_bit_changes_the_hash(small_chunks, name):
     tensor = torch.randn(11, generator=torch.Generator().manual_seed(0)).to(getattr(torch, name))
     hashes = {hash_of(tensor)}
     num_bits = 8 * tensor.element_size()
+    kind = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[num_bits]
     for place in range(len(tensor)):
         for bit in range(num_bits):
             changed = tensor.clone()
-            bits(changed)[place] ^= -(2**bit) if bit == num_bits - 1 else 2**bit
+            changed.view(kind)[place] ^= -(2**bit) if bit == num_bits - 1 else 2**bit
             hashes.add(hash_of(changed))
     assert len(hashes) == 1 + len(tensor) * num_bits
 
