@@ -49,7 +49,6 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 _EXPANDABLE = "expandable_segments:True"
 # Unsloth's value for versions of torch that read PYTORCH_CUDA_ALLOC_CONF.
 _ROUNDED = f"{_EXPANDABLE},roundup_power2_divisions:[32:256,64:128,256:64,>:32]"
-_KIND_OF = {kind.backend: name for name, kind in KINDS.items()}
 
 
 def backend_of(device_type: str) -> str:
@@ -59,7 +58,7 @@ def backend_of(device_type: str) -> str:
 
 def kind_of(backend: str) -> str | None:
     """Returns the kind of accelerator that a backend is for; None for a CPU backend."""
-    return _KIND_OF.get(backend)
+    return next((name for name, kind in KINDS.items() if kind.backend == backend), None)
 
 
 def variables_for(kind: str, indices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:

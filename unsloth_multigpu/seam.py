@@ -160,9 +160,7 @@ def steered(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]
 
 def unsteered(method: Any) -> Any:
     """Returns the method of the library or script that our replacements stand for."""
-    while isinstance(method, Steered):
-        method = method.original
-    return method
+    return unsteered(method.original) if isinstance(method, Steered) else method
 
 
 def verify_seams(trainer: TrainerLike) -> None:
@@ -209,11 +207,9 @@ def owner_of(seam: InstanceSeam, trainer: TrainerLike) -> Any:
 
 
 def _is_missed(method: Any) -> bool:
-    while isinstance(method, Steered):
-        if method.is_needed and not method.num_calls:
-            return True
-        method = method.original
-    return False
+    if not isinstance(method, Steered):
+        return False
+    return (method.is_needed and not method.num_calls) or _is_missed(method.original)
 
 
 def _missing_parameters(seam: InstanceSeam, owner: type) -> list[str]:

@@ -6,11 +6,11 @@ rich is imported only for a terminal.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unsloth_multigpu.words import aligned
@@ -29,19 +29,14 @@ class Screen:
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = sys.stdout if stream is None else stream
         self.is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._console: Console | None = None
 
-    @property
+    @cached_property
     def console(self) -> Console:
         """rich's console for the stream."""
-        if self._console is None:
-            from rich.console import Console
+        from rich.console import Console
 
-            # Without rich's highlighting and markup: our lines are shown unchanged.
-            self._console = Console(
-                file=self.stream, highlight=False, markup=False, emoji=False, force_terminal=self.is_terminal
-            )
-        return self._console
+        # Without rich's highlighting and markup: our lines are shown unchanged.
+        return Console(file=self.stream, highlight=False, markup=False, emoji=False, force_terminal=self.is_terminal)
 
     def line(self, text: str = "", style: str | None = None) -> None:
         """Prints a line and flushes the stream. `style`, such as "bold red", is used on a terminal only."""
@@ -51,8 +46,9 @@ class Screen:
             print(text, file=self.stream, flush=True)
 
     def json(self, value: Any) -> None:
-        """Prints a value as standard JSON, without NaN and infinity."""
-        self.line(json.dumps(_plain(value), indent=1, allow_nan=False))
+        """Prints a value as standard JSON. NaN and infinity, which JSON does not have, are replaced by text."""
+        plain = json.loads(json.dumps(value), parse_constant=lambda name: str(float(name)))
+        self.line(json.dumps(plain, indent=1, allow_nan=False))
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None) -> None:
         """Prints a table with the names of its columns. The first `num_left` columns, None = all, are left-aligned."""
@@ -63,15 +59,6 @@ class Screen:
             # A row is red if its text is marked, too, by "!" or "OTHER".
             is_marked = any(cell.startswith("!") or cell == "OTHER" for cell in row)
             self.line(line, "bold red" if is_marked else None)
-
-
-def _plain(value: Any) -> Any:
-    """Replaces NaN and infinity, which JSON does not have, by text."""
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Progress:

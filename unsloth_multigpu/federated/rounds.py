@@ -215,16 +215,13 @@ class SavedRound:
 
 
 @contextmanager
-def open_folder(output_dir: Path | None, resume: str | None) -> Iterator[Path | None]:
+def open_folder(output_dir: Path, resume: str | None) -> Iterator[Path | None]:
     """Creates the folder, locks it if its file system has locks, and finds the round from which to resume.
 
-    Yields the file of that round; None = start from the beginning. Without a folder it does nothing, and yields None.
+    Yields the file of that round; None = start from the beginning.
     Raises ConfigError if there are rounds and `resume` is not set, if another running training uses the folder, or if
     it cannot be written.
     """
-    if output_dir is None:
-        yield None
-        return
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = (output_dir / _LOCK).open("w")

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ _log = get_logger(__name__)
 _MIN_BUILD_TIMEOUT_S = 300.0
 
 
-class FederatedServer:
+class FederatedServer(AbstractContextManager["FederatedServer"]):
     """A server with its clients' processes, which live from the first `fit` to `close`.
 
     A context manager. Without `close` they end when this process ends. Created by `create_multigpu_flower_server`.
@@ -155,9 +155,6 @@ class FederatedServer:
             self._grid.close()
             self._grid = None
 
-    def __enter__(self) -> FederatedServer:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -231,7 +228,7 @@ class Training:
         """Trains all rounds, or those after a saved round. Raises what `FederatedServer.fit` raises, and OSError."""
         begin_s, options = time.monotonic(), self._options
         folder = None if options.output_dir is None else Path(options.output_dir)
-        with rounds.open_folder(folder, options.resume) as newest:
+        with rounds.open_folder(folder, options.resume) if folder else nullcontext() as newest:
             saved = rounds.read_round(newest, self._facts, options.num_rounds) if newest else None
             self.initial = self._known_initial or query_initial_state(self._grid, options.round_timeout_s)
             if self._server.options.lora_aggregation == "project" and self.initial.not_projectable:

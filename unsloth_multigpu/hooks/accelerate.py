@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
@@ -57,9 +58,8 @@ def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_c
         """Makes a script's own training loop with an Accelerator take the steps of one process."""
         manager().meet_ranks()  # accelerate opens the process group next, and its error would not name a missing rank.
         original(accelerator, *args, **kwargs)
-        caller: FrameType | None = sys._getframe(1)
-        while caller is not None and _module_of(caller).startswith(_SKIPPED):
-            caller = caller.f_back
+        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+        caller = next((frame for frame in frames if not _module_of(frame).startswith(_SKIPPED)), None)
         if caller is not None and not _is_of_trainer(caller):
             from unsloth_multigpu.step.accelerated import steer_loop
 
@@ -69,14 +69,10 @@ def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_c
     return [patch] if config.keeps_global_batch else []
 
 
-def _is_of_trainer(caller: FrameType | None) -> bool:
+def _is_of_trainer(caller: FrameType) -> bool:
     """True if a method of a Trainer is running: a Trainer's steps are chosen elsewhere."""
-    transformers = sys.modules.get("transformers.trainer")
-    while caller is not None and transformers is not None:
-        if isinstance(caller.f_locals.get("self"), transformers.Trainer):
-            return True
-        caller = caller.f_back
-    return False
+    trainer_class: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", ())
+    return any(isinstance(frame.f_locals.get("self"), trainer_class) for frame, _ in traceback.walk_stack(caller))
 
 
 def _module_of(frame: FrameType) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.seam import instance_attribute
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
@@ -62,8 +63,7 @@ class _MapOrder:
         key = f"{node}/done/{digest or f'{identity.rank} {self._num_calls}'}"
         call = f"{node}/calls/{self._num_calls}"
         # A map inside the mapped function belongs to this call, on every rank.
-        self._is_inside = True
-        try:
+        with instance_attribute(self, "_is_inside", True):
             kwargs = self._with_cache_file(dataset, key, args, kwargs)
             if identity.local_rank == 0:
                 return self._lead(manager, key, call, functools.partial(original, dataset, *args, **kwargs))
@@ -73,8 +73,6 @@ class _MapOrder:
                 _take_over(states)
             self._seen.add(key)
             return result
-        finally:
-            self._is_inside = False
 
     def _lead(self, manager: DDPManager, key: str, call: str, work: Callable[[], Any]) -> Any:
         """Runs the map on the first rank, and publishes the random state before and after it, if it has changed."""

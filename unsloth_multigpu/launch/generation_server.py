@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +40,7 @@ _END_LIMIT_S = 10.0
 
 
 @dataclass(eq=False, repr=False)
-class GenerationServer:
+class GenerationServer(AbstractContextManager["GenerationServer"]):
     """Starts the server when rank 0 asks for it, watches it, and ends it with the ranks of this attempt.
 
     It cannot start with the ranks, because it loads the model of the Trainer, which the script creates later. Each
@@ -64,9 +64,6 @@ class GenerationServer:
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
     _since_s: float = field(init=False, default=0.0)
     _is_ready: bool = field(init=False, default=False)
-
-    def __enter__(self) -> GenerationServer:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._process is not None:
@@ -123,14 +120,11 @@ class GenerationServer:
 def answers(port: int) -> bool:
     """True if a server on this machine answers at /health."""
     # Not urllib, which would use a proxy.
-    connection = http.client.HTTPConnection(_HOST, port, timeout=_ANSWER_S)
-    try:
+    connecting = closing(http.client.HTTPConnection(_HOST, port, timeout=_ANSWER_S))
+    with suppress(OSError, http.client.HTTPException), connecting as connection:
         connection.request("GET", "/health")
         return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return False
 
 
 def free_ports(count: int) -> int:

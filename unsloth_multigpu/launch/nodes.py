@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -320,11 +321,10 @@ def await_name(host: str, port: int, timeout_s: float) -> None:
     """Waits at most `timeout_s` until a host name resolves, because node 0 may start later than this node."""
 
     def is_known() -> bool:
-        try:
+        with suppress(socket.gaierror):
             _resolve(host, port)
-        except socket.gaierror:
-            return False
-        return True
+            return True
+        return False
 
     if not is_known():
         logger.warning("host name %s does not resolve yet, waiting up to %g s for that machine", host, timeout_s)
@@ -355,10 +355,9 @@ def listen_at(host: str, port: int) -> socket.socket | None:
     family, address = _resolve(host, port)
     # Many machines resolve their own name to 127.0.1.1, which other nodes cannot reach. Then listen at all addresses.
     is_alias = ipaddress.ip_address(address[0]).is_loopback and not host.startswith(("localhost", "::1", "127."))
-    try:
+    with suppress(OSError):
         return socket.create_server(("", port) if is_alias else address[:2], family=family)
-    except OSError:
-        return None
+    return None
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,7 +39,7 @@ _NUM_FRAMES = 8
 
 
 @dataclass(eq=False, repr=False)
-class Ranks:
+class Ranks(AbstractContextManager["Ranks"]):
     """The processes of this node's ranks, each the leader of its own session. Used by one thread.
 
     Attributes:
@@ -48,9 +48,6 @@ class Ranks:
 
     processes: Mapping[int, subprocess.Popen[bytes]]
     exit_codes: dict[int, int] = field(default_factory=dict)
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.send(signal.SIGKILL)

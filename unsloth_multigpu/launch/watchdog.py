@@ -103,25 +103,19 @@ def _may_wait_for(waiting: Heartbeat, other: Heartbeat) -> bool:
     if other.phase in _OUTSIDE:
         # Before a training or between two. A rank past its last step joins no further collective.
         return waiting.phase == Phase.SETUP or other.step < 0
-    return not _is_before(waiting, other)
+    return _place(waiting) >= _place(other)
 
 
-def _is_before(one: Heartbeat, other: Heartbeat) -> bool:
-    if one.collective != other.collective:
-        return one.collective < other.collective
-    return _place(one) < _place(other)
-
-
-def _place(beat: Heartbeat) -> tuple[int, int, int]:
+def _place(beat: Heartbeat) -> tuple[int, int, int, int]:
     """Returns a position that grows during a training. UPDATE comes before a step's micro-batches and after each."""
     order = {Phase.SETUP: -1, Phase.DATA: 1, Phase.FILL: 1}
     order |= dict.fromkeys((Phase.COMPUTE, Phase.WARM_UP, Phase.COMPILE, Phase.GENERATE), 2)
-    return beat.step, beat.micro_batch, order.get(beat.phase, 0)
+    return beat.collective, beat.step, beat.micro_batch, order.get(beat.phase, 0)
 
 
 def _blame(beats: Mapping[int, Heartbeat], hung: Collection[int], still_s: Mapping[int, float], lost: str) -> Hang:
     """Blames the ranks that are furthest behind, or a lost node if all of these may wait for it."""
-    last = [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
+    last = [r for r in sorted(hung) if not any(_place(beats[q]) < _place(beats[r]) for q in hung)]
     are_all = len(last) == len(beats)
     gone = f"; {lost}: the connection is gone, or that machine" if lost else ""
     # Such a rank may wait for another node: it reads the store of the ranks, or it is in a comparison of all ranks.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ def _parts(tokens: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
     for row, places in zip(tokens, positions, strict=True):
         starts = [start for start in (places == 0).nonzero().flatten().tolist() if start > 0]
         # The part before the first 0 is the rest of a truncated sample, and is hashed, too.
-        parts += [row[start:end] for start, end in pairwise([0, *starts, len(row)])]
+        parts += row.tensor_split(starts)
     return parts
 
 

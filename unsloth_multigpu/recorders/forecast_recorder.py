@@ -115,12 +115,11 @@ class Forecast(FirstSteps):
 
     def record(self) -> dict[str, Any]:
         first = min(WARM_UP_STEPS, max(1, len(self._ends) - 1))
-        timed = range(first, len(self._ends))
-        seconds = [Lap(self._ends[k - 1], self._ends[k]).seconds() for k in timed]
+        seconds = {k: Lap(self._ends[k - 1], self._ends[k]).seconds() for k in range(first, len(self._ends))}
         return {
             "rank": self._rank,
-            "steps": seconds,
-            **(self._measured(dict(zip(timed, seconds, strict=True))) if seconds else {}),
+            "steps": list(seconds.values()),
+            **(self._measured(seconds) if seconds else {}),
         }
 
     def _measured(self, step_s: Mapping[int, float]) -> dict[str, Any]:
@@ -145,7 +144,7 @@ class Forecast(FirstSteps):
         work = {
             "cost": dataclasses.asdict(cost),
             "token_s": token_s,
-            "update_s": sorted(max(0.0, step_s[k] - computed[k]) for k in step_s)[len(step_s) // 2],
+            "update_s": statistics.median_high(max(0.0, step_s[k] - computed[k]) for k in step_s),
             "loading_s": self._median_s(step_s, Phase.DATA, Phase.FILL),
             "callbacks_s": self._median_s(step_s, Phase.CALLBACKS),
             "steps": [lengths for lengths in self._lengths if len(lengths) == sum(sizes)],
@@ -156,10 +155,9 @@ class Forecast(FirstSteps):
             "gradient_bytes": num_bytes(*trained),
             "hides": 0.0 if is_cpu else BACKWARD_FROZEN if is_frozen else BACKWARD,
         }
-        off = sorted(abs(fitted[k] / (computed[k] or 1.0) - 1) for k in step_s)
         return {
             "work": work,
-            "misfit": off[len(off) // 2],
+            "misfit": statistics.median_high(abs(fitted[k] / (computed[k] or 1.0) - 1) for k in step_s),
             "device": "CPU" if is_cpu else torch.get_device_module(trainer.args.device).get_device_name(),
             "trainer": type(trainer).__name__,
             "num_trained": sum(p.numel() for p in trained),
@@ -182,7 +180,6 @@ def _of_all_ranks(
 
 
 def _refuse_unsupported(trainer: TrainerLike) -> None:
-    name = type(trainer).__name__
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise SetupError(
             "forecast supports DDP only; the script uses FSDP or DeepSpeed.",
@@ -190,6 +187,6 @@ def _refuse_unsupported(trainer: TrainerLike) -> None:
         )
     if hasattr(trainer.args, "steps_per_generation"):
         raise SetupError(
-            f"{name} generates its samples during the training, so their lengths are not known.",
+            f"{type(trainer).__name__} generates its samples during the training, so their lengths are not known.",
             hint="Time some steps on one GPU and on two.",
         )

@@ -73,8 +73,7 @@ def _measure_in_rank() -> None:
     if identity.rank == 0:
         limit_s = manager.config.timeout_s
         texts = [manager.wait_for(f"doctor/{r}", f"rank {r}", timeout_s=limit_s) for r in range(identity.world_size)]
-        verdicts = [json.loads(text) for text in texts]
-        wrong, seconds = zip(*verdicts, strict=True)
+        wrong, seconds = zip(*map(json.loads, texts), strict=True)
         num_bytes = num_elements * _ELEMENT_BYTES
         outcome = {
             "num_ranks": identity.world_size,

@@ -161,9 +161,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankIdentity:
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = env.get(name)
-    if text is None and default is not None:
-        return default
+    text = env.get(name, default)
     if text is None:
         raise LaunchError(f"{name} is not set.", hint="Start the ranks with one launcher: torchrun or srun.")
     try:

@@ -387,21 +387,19 @@ class RunTrace:
         before = {r["pid"] for r in self.records if r["time_s"] <= since_s}
         return next((float(r["time_s"]) for r in self.of("step") if r["pid"] not in before), None)
 
-    def samples(self) -> dict[tuple[int, int], Counter[str]]:
-        """Returns the samples of each (training, step) over all ranks. Of a repeated step, the last time counts."""
-        latest = {(r["training"], r["step"], r["rank"]): Counter(r["samples"]) for r in self.of("step")}
-        steps: dict[tuple[int, int], Counter[str]] = {}
+    def samples(self) -> Counter[tuple[int, int, str]]:
+        """Counts each (training, step, sample) over all ranks. Of a repeated step, the last time counts."""
+        latest = {(r["training"], r["step"], r["rank"]): r["samples"] for r in self.of("step")}
+        found: Counter[tuple[int, int, str]] = Counter()
         for (training, step, _), samples in latest.items():
-            steps.setdefault((training, step), Counter()).update(samples)
-        return steps
+            found.update({(training, step, sample): count for sample, count in samples.items()})
+        return found
 
 
 def compare_samples(reference: RunTrace, other: RunTrace) -> tuple[int, int]:
     """Returns the numbers of missing and of repeated samples, compared step by step with the run without faults."""
     expected, found = reference.samples(), other.samples()
-    keys = expected.keys() | found.keys()
-    lost = sum((expected.get(k, Counter()) - found.get(k, Counter())).total() for k in keys)
-    return lost, sum((found.get(k, Counter()) - expected.get(k, Counter())).total() for k in keys)
+    return (expected - found).total(), (found - expected).total()
 
 
 def compare_weights(reference: RunTrace, other: RunTrace) -> float | None:

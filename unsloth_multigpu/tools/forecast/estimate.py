@@ -137,19 +137,16 @@ def estimate(work: Workload, num_ranks: int, link: Link) -> Estimate:
     Raises ConfigError if a step has fewer samples than ranks, so that the run would fail, too.
     """
     check_enough_samples(sum(work.sizes), num_ranks)
-    alone_s = work.update_s + _seconds(work, [_own_batches(work)] * len(work.steps))[1]
-    if num_ranks == 1:
-        plans = [_own_batches(work)] * len(work.steps)
-    else:
+    plans = [deal_step(work.sizes, 1, regroup=False)] * len(work.steps)
+    alone_s = work.update_s + _seconds(work, plans)[1]
+    if num_ranks > 1:
         num_steps = max(_FEWEST_STEPS, _MOST_PLANNED // (sum(work.sizes) * num_ranks))
         plans = [_plan(work, lengths, num_ranks) for lengths in work.steps[:num_steps]]
     compute_s, slowest_s, last_s = _seconds(work, plans)
-    link_s = 0.0
-    if num_ranks > 1:
-        link_s = link.all_reduce_s(work.gradient_bytes, num_ranks)
-        if work.hides:
-            bucket_s = link.all_reduce_s(min(_BUCKET_BYTES, work.gradient_bytes), num_ranks)
-            link_s = max(bucket_s, link_s - work.hides * last_s)
+    link_s = link.all_reduce_s(work.gradient_bytes, num_ranks)
+    if work.hides:
+        bucket_s = link.all_reduce_s(min(_BUCKET_BYTES, work.gradient_bytes), num_ranks)
+        link_s = max(bucket_s, link_s - work.hides * last_s)
     step_s = slowest_s + link_s + work.update_s
     planned_s = work.update_s + _seconds(work, [_plan(work, lengths, 1) for lengths in work.steps])[1]
     return Estimate(
@@ -163,10 +160,6 @@ def estimate(work: Workload, num_ranks: int, link: Link) -> Estimate:
         link=link_s / step_s,
         update=work.update_s / step_s,
     )
-
-
-def _own_batches(work: Workload) -> Plan:
-    return deal_step(work.sizes, 1, regroup=False)
 
 
 def _plan(work: Workload, lengths: Sequence[int], num_ranks: int) -> Plan:

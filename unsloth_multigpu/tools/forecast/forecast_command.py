@@ -71,7 +71,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         RankTimeoutError: A run took longer than its limit.
     """
     check_is_no_rank("forecast")
-    screen, progress = Screen(), Progress("forecast")
+    progress = Progress("forecast")
     with private_dir() as folder, exit_on_signal():
         progress.say(f"runs {own.steps} steps of {' '.join(program)} on one rank")
         record = _run(own, program, folder)
@@ -97,9 +97,9 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
             "refused": refused,
             "advice": advise(work, rows),
         }
-        screen.json(values)
+        Screen().json(values)
     else:
-        _show(screen, record, work, own.link, rows, refused)
+        _show(record, work, own.link, rows, refused)
     return 0
 
 
@@ -122,15 +122,10 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
 
 
 def _show(
-    screen: Screen,
-    record: Mapping[str, Any],
-    work: Workload,
-    link: Link,
-    rows: Sequence[Estimate],
-    refused: Sequence[int],
+    record: Mapping[str, Any], work: Workload, link: Link, rows: Sequence[Estimate], refused: Sequence[int]
 ) -> None:
     """Prints the measurement, the table and the advice."""
-    num_samples = sum(work.sizes)
+    screen, num_samples = Screen(), sum(work.sizes)
     lengths = [n for step in work.steps for n in step]
     screen.line(
         f"{record['trainer']}, {record['num_trained']:,} trained parameters, {num_samples} samples in a step, divided "

@@ -81,7 +81,6 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         SetupError: The script cannot be run without weights, or its training cannot be forecast.
         RankTimeoutError: It did not reach `train()` in time.
     """
-    numbers = own.gpus
     of_model = [name for name in ("model", "lora", "bits") if getattr(own, name) is not None]
     if of_model and list(program[:2]) != ["-m", _MODEL_SCRIPT]:
         raise ConfigError(
@@ -90,13 +89,13 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         )
     Progress("plan").say(f"runs {' '.join(program)} up to train(), without weights")
     modes: tuple[Mode, ...] = ("ddp", "sharded")
-    asked = tuple((mode, n) for n in numbers for mode in modes if n > 1 or mode == "ddp")
+    asked = tuple((mode, n) for n in own.gpus for mode in modes if n > 1 or mode == "ddp")
     answer = ask(command_of(program), os.environ, Question(asked, own.tokens, own.memory), limit_s=own.timeout_s)
     screen = Screen()
     if own.json:
         screen.json(_values(answer))
     else:
-        show(screen, answer, numbers)
+        show(screen, answer, own.gpus)
     return SetupError.exit_code if answer.device_bytes is not None and not _possible(answer) else 0
 
 
