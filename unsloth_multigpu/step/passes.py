@@ -127,7 +127,7 @@ class StepPasses:
             micro_batch.share = weight if self.is_alone else weight / (totals[micro_batch.piece.reference] or 1.0)
 
     def apart(self, step: Step, others: Sequence[LossReduction]) -> list[float]:
-        """Returns by how much each of `others` weights the parts of a micro-batch differently, in sum. Collective."""
+        """Returns for each of `others` how much its weights differ, in sum over a micro-batch. Collective."""
         ways, found = (self.reduction, *others), []
         ranks = self._manager.gather_json([_counts(step, way) for way in ways])
         for way, counts in zip(ways, zip(*ranks, strict=True), strict=True):

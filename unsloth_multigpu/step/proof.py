@@ -93,7 +93,7 @@ class StepProof:
         self._seconds = 0.0
         # The largest difference that was reported.
         self._told_off = 0.0
-        # Loss reductions that fit each comparison as well as the one in use, and how differently they weighted a step.
+        # Loss reductions that also fit all comparisons. Values: the largest difference of weights that was tried.
         self._rivals: dict[LossReduction, float] = {}
         self._lone = LonePass(trainer, beat)
         self.first: Comparison | None = None
@@ -305,7 +305,7 @@ class StepProof:
     def _try_rivals(
         self, model: nn.Module, rows: StepRows, one: WithoutDropout, reductions: Sequence[LossReduction]
     ) -> None:
-        """Computes the step by each rival that weights it differently, and keeps those that fit as well. Collective."""
+        """Computes the step with each rival that weights it differently, and keeps those that fit. Collective."""
         passes, used = self._feed.passes, self._feed.passes.reduction
         for rival, apart in self._apart(rows.as_dealt()).items():
             passes.reduction = rival
@@ -317,7 +317,7 @@ class StepProof:
         passes.reduction = used
 
     def _apart(self, step: Step) -> dict[LossReduction, float]:
-        """Returns how differently rivals weight a step, of those that were tried on no such difference. Collective."""
+        """Returns the rivals whose weights differ more than twice what was tried, and by how much. Collective."""
         if not self._rivals or self._told_off:
             return {}
         apart = self._feed.passes.apart(step, list(self._rivals))
